@@ -1,0 +1,91 @@
+# `make` or `make help` lists the targets.
+#
+# Which Python: PYTHON=… where given (or exported), used as it is. Otherwise a python3 that already has a CUDA build of
+# torch, used as it is. Otherwise $(VENV), which `make setup` creates from constraints.txt.
+#   make test-gpu PYTHON=python3      no virtual environment, no install, no network
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu      where PyPI's torch would be a CUDA build
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+TORCH_INDEX ?=
+STAMP := $(VENV)/.stamp
+
+# Reads torch/version.py instead of importing torch: this runs on every call of make.
+CUDA_TORCH = import importlib.util, os, runpy; \
+    spec = importlib.util.find_spec("torch"); \
+    path = spec and spec.origin and os.path.join(os.path.dirname(spec.origin), "version.py"); \
+    print("yes" if path and runpy.run_path(path).get("cuda") else "")
+
+ifndef PYTHON
+  ifeq ($(origin VENV),file)
+    ifeq ($(shell python3 -c '$(CUDA_TORCH)' 2>/dev/null),yes)
+      PYTHON := python3
+    endif
+  endif
+endif
+ifdef PYTHON
+  READY :=
+else
+  PYTHON := $(VENV)/bin/python
+  READY := $(STAMP)
+endif
+
+PYTEST := $(PYTHON) -m pytest
+ARGS ?=
+
+.PHONY: help setup test test-slow test-gpu lint format types demo bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
+
+setup: $(READY) ## create .venv with torch, this package and the development tools; nothing to do when up to date
+	@$(PYTHON) -c 'import sys, torch; print(f"python {sys.version.split()[0]}, torch {torch.__version__}: {sys.executable}")'
+
+# torch comes first and alone: its pin must be settled before another package's range can pull a larger build.
+$(STAMP): pyproject.toml constraints.txt
+	@base=; for p in python3 python3.11 python3.12 python3.13; do \
+	  if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then base=$$p; break; fi; \
+	done; \
+	[[ -n $$base ]] || { echo "no Python 3.11 or newer found on PATH" >&2; exit 1; }; \
+	echo "creating $(VENV) with $$($$base --version)"; \
+	[[ -x $(VENV)/bin/python ]] || $$base -m venv $(VENV)
+	@echo "installing $$(grep '^torch==' constraints.txt)"
+	@$(VENV)/bin/python -m pip install -q --disable-pip-version-check \
+	  $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
+	@echo "installing fusion_passes with its development and example dependencies"
+	@$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: $(READY) ## the default suite, in parallel on all cores, without a GPU
+	$(PYTEST) tests -n auto --dist worksteal -m "not gpu and not slow" $(ARGS)
+
+test-slow: $(READY) ## the slow tests
+	$(PYTEST) tests -n auto --dist worksteal -m "slow and not gpu" $(ARGS)
+
+test-gpu: $(READY) ## the tests that need a CUDA card; recorded in benchmarks/results/test-gpu-<card>.json
+	$(PYTEST) tests -m gpu --record benchmarks/results $(ARGS)
+
+lint: $(READY) ## ruff: format and lint
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+
+format: $(READY) ## rewrite the files as `make lint` wants them
+	$(PYTHON) -m ruff format .
+	$(PYTHON) -m ruff check --fix .
+
+types: $(READY) ## mypy, strict on the package
+	$(PYTHON) -m mypy
+
+demo: $(READY) ## show what the passes do to an unmodified Hugging Face Llama
+	$(PYTHON) -m fusion_passes explain examples/llama_fp8.py
+
+bench: $(READY) ## run every benchmark (needs a CUDA card)
+	$(PYTHON) -m benchmarks $(ARGS)
+
+clean: ## remove the caches and build output, not .venv
+	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
