@@ -1,0 +1,9 @@
+"""Custom operators that the fusions put into a graph: ``torch.ops.fusion_passes.*``.
+
+Each has a schema, an exact fake implementation, its reference as CPU implementation, and a CUDA implementation that
+imports its kernel on the first call. Importing this package registers them and needs neither Triton nor a GPU.
+"""
+
+from fusion_passes.ops.attention_quant import attention_quant
+
+__all__ = ["attention_quant"]

@@ -1,0 +1,427 @@
+"""``attention_quant``: scaled dot-product attention whose output is FP8, and what each of its kernels supports.
+
+The kernels' limits stand here as data, apart from the kernels, because they are asked for twice: by the legality of a
+fusion, on fake tensors with symbolic sizes and without a GPU, and by the dispatcher on each call. Only what is known
+for all values of a symbolic size counts as supported, and no question adds a guard.
+"""
+
+import functools
+import importlib
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fusion_passes import reference
+from fusion_passes.ops.support import Capability, device_capability, known, triton_version
+
+logger = logging.getLogger(__name__)
+
+LAYOUTS = ("bshd", "bhsd")
+OUTPUT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+MASK_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel and the inputs that it supports. ``None`` in a field means any."""
+
+    name: str
+    module: str
+    head_dims: tuple[int, ...]
+    capability: tuple[Capability, Capability]  # first and last supported
+    triton: tuple[tuple[int, int], tuple[int, int] | None]  # first supported version, first unsupported one
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    output_dtypes: tuple[torch.dtype, ...] = OUTPUT_DTYPES
+    masks: bool = True
+    cross_lengths: bool = True  # q_len may differ from kv_len
+    stride_bytes: int | None = None  # every stride but the last is a multiple; so is the address, checked on a call
+    positive_scale: bool = False
+
+    def unsupported(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        capability: Capability | None = None,
+    ) -> str | None:
+        """Why this kernel cannot take these inputs, as a sentence, or None if it can. Real or fake tensors.
+
+        capability: of the GPU that will run it; asked of query's device if None.
+        """
+        del is_causal  # every kernel has both
+        head_dim = query.shape[-1]
+        if not any(known(head_dim == d) for d in self.head_dims):
+            return f"{self.name} has no head size {head_dim}, only {', '.join(map(str, self.head_dims))}"
+        if query.dtype not in self.dtypes:
+            return f"{self.name} takes {_names(self.dtypes)} inputs, not {_names((query.dtype,))}"
+        if dtype not in self.output_dtypes:
+            return f"{self.name} writes {_names(self.output_dtypes)}, not {_names((dtype,))}"
+        if attn_mask is not None and not self.masks:
+            return f"{self.name} takes no attention mask"
+        if not self.cross_lengths and not known(query.shape[2] == key.shape[2]):
+            return f"{self.name} needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}"
+        if self.positive_scale and scale is not None and not scale > 0.0:
+            return f"{self.name} needs a positive softmax scale, got {scale}"
+        for label, x in (("query", query), ("key", key), ("value", value)):
+            if not known(x.stride(-1) == 1):
+                return f"{label} has stride {x.stride(-1)} in its last dimension; {self.name} needs 1"
+            if self.stride_bytes is not None:
+                unit = self.stride_bytes // x.element_size()
+                for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+                    if not known(size == 1) and not (known(stride % unit == 0) and known(stride > 0)):
+                        return f"{label} has a stride of {stride} elements; {self.name} needs multiples of {unit}"
+        first, last = self.capability
+        capability = capability or device_capability(query.device)
+        if capability is None or not first <= capability <= last:
+            span = f"{_version(first)}" if first == last else f"{_version(first)} or later"
+            found = f"{query.device.type} without one" if capability is None else _version(capability)
+            return f"{self.name} needs an NVIDIA GPU of compute capability {span}, found {found}"
+        installed, (least, below) = triton_version(), self.triton
+        if installed is None or installed < least or (below is not None and installed >= below):
+            span = (
+                f"{_version(least)} or later" if below is None else f"from {_version(least)}, before {_version(below)}"
+            )
+            return f"{self.name} needs Triton {span}, found {_version(installed) if installed else 'none'}"
+        return None
+
+
+NEWEST = (99, 9)
+
+# In order of preference.
+KERNELS = (
+    Kernel(
+        name="the Hopper attention kernel",
+        module="fusion_passes.kernels.attention_quant_sm90",
+        head_dims=(64, 128, 256),
+        capability=((9, 0), (9, 0)),
+        triton=((3, 6), (3, 8)),  # Gluon is experimental: 3.8 renamed its TMA functions
+        masks=False,
+        cross_lengths=False,
+        stride_bytes=16,  # TMA
+        positive_scale=True,
+    ),
+    Kernel(
+        name="the portable attention kernel",
+        module="fusion_passes.kernels.attention_quant",
+        head_dims=(64, 80, 96, 128, 192, 256),
+        capability=((8, 9), NEWEST),  # the first with FP8 conversions
+        triton=((3, 2), None),
+    ),
+)
+
+
+def choose(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    capability: Capability | None = None,
+) -> Kernel | None:
+    """The first of ``KERNELS`` that supports these inputs, or None. Arguments as in ``Kernel.unsupported``.
+
+    On fake tensors this is the kernel of the worst case: the sizes of a call may allow a better one.
+    """
+    for kernel in KERNELS:
+        why = kernel.unsupported(
+            query, key, value, attn_mask, is_causal=is_causal, scale=scale, dtype=dtype, capability=capability
+        )
+        if why is None:
+            return kernel
+    return None
+
+
+def why_unsupported(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    capability: Capability | None = None,
+) -> str | None:
+    """Why no kernel supports these inputs (the sentence of the least demanding one), or None if one does.
+
+    CPU tensors are always supported, by the reference, unless a capability is named.
+    """
+    if query.device.type == "cpu" and capability is None:
+        return None
+    why = None
+    for kernel in KERNELS:
+        why = kernel.unsupported(
+            query, key, value, attn_mask, is_causal=is_causal, scale=scale, dtype=dtype, capability=capability
+        )
+        if why is None:
+            break
+    return why
+
+
+def validate(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    output_scale: Tensor | None,
+    is_causal: bool,
+    dtype: torch.dtype,
+    layout: str,
+) -> None:
+    """Raise ValueError, or TypeError for a dtype, if the operator cannot mean anything with these arguments."""
+    if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
+        shapes = f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+        raise ValueError(
+            f"query, key and value must be [batch, heads, length, head_dim], got {shapes}: add a batch dim"
+        )
+    if not query.dtype == key.dtype == value.dtype or not query.dtype.is_floating_point:
+        raise TypeError(
+            f"query, key and value must have one floating-point dtype, got {query.dtype}, {key.dtype} and {value.dtype}"
+        )
+    if not query.device == key.device == value.device:
+        raise ValueError(
+            f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}"
+        )
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1], key.shape[2]
+    if any(known(a != b) for a, b in zip(key.shape, value.shape, strict=True)):
+        raise ValueError(f"key and value must have one shape, got {list(key.shape)} and {list(value.shape)}")
+    if known(key.shape[0] != batch) or known(key.shape[3] != head_dim):
+        raise ValueError(
+            f"query and key must share batch and head_dim, got {list(query.shape)} and {list(key.shape)}: "
+            "expand the batch, and pad or project the heads, before the call"
+        )
+    if known(kv_heads == 0) or known(heads % kv_heads != 0):
+        raise ValueError(f"the number of query heads, {heads}, must be a multiple of the key heads, {kv_heads}")
+    if dtype not in OUTPUT_DTYPES:
+        raise TypeError(f"dtype must be one of {OUTPUT_DTYPES}, got {dtype}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be 'bshd' or 'bhsd', got {layout!r}")
+    if attn_mask is not None:
+        if is_causal:
+            raise ValueError("attn_mask and is_causal exclude each other: fold the causal part into the mask")
+        if attn_mask.dtype not in MASK_DTYPES or attn_mask.device != query.device:
+            raise TypeError(
+                f"attn_mask must be bool or floating point on {query.device}, "
+                f"got {attn_mask.dtype} on {attn_mask.device}"
+            )
+        target = (batch, heads, q_len, kv_len)
+        sizes = zip(reversed(attn_mask.shape), reversed(target), strict=False)
+        if attn_mask.ndim > 4 or any(known(size != 1) and known(size != full) for size, full in sizes):
+            raise ValueError(f"attn_mask of shape {list(attn_mask.shape)} does not broadcast to {list(target)}")
+    if output_scale is not None:
+        if output_scale.dtype is not torch.float32:
+            raise TypeError(f"output_scale must be float32, got {output_scale.dtype}: convert it with .float()")
+        if known(output_scale.numel() != 1):
+            raise ValueError(
+                f"output_scale must hold one element (per-tensor quantisation), got shape {list(output_scale.shape)}"
+            )
+        if output_scale.device != query.device:
+            raise ValueError(
+                f"output_scale is on {output_scale.device}, query on {query.device}: move it there once, "
+                "for instance by making it a buffer of the module"
+            )
+
+
+def _version(pair: tuple[int, int]) -> str:
+    return f"{pair[0]}.{pair[1]}"
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _empty_output(query: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
+    batch, heads, q_len, head_dim = query.shape
+    if layout == "bshd":
+        return query.new_empty((batch, q_len, heads, head_dim), dtype=dtype).permute(0, 2, 1, 3)
+    return query.new_empty((batch, heads, q_len, head_dim), dtype=dtype)
+
+
+def _fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    output_scale: Tensor | None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    output_scale_factor: float = 1.0,
+    output_scale_inverse: bool = False,
+    dtype: torch.dtype,
+    layout: str = "bshd",
+) -> Tensor:
+    validate(query, key, value, attn_mask, output_scale, is_causal, dtype, layout)
+    return _empty_output(query, dtype, layout)
+
+
+def _cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    output_scale: Tensor | None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    output_scale_factor: float = 1.0,
+    output_scale_inverse: bool = False,
+    dtype: torch.dtype,
+    layout: str = "bshd",
+) -> Tensor:
+    validate(query, key, value, attn_mask, output_scale, is_causal, dtype, layout)
+    out = reference.attention_quant(
+        query,
+        key,
+        value,
+        attn_mask,
+        output_scale,
+        is_causal=is_causal,
+        scale=scale,
+        output_scale_factor=output_scale_factor,
+        output_scale_inverse=output_scale_inverse,
+        dtype=dtype,
+    )
+    return _empty_output(query, dtype, layout).copy_(out)
+
+
+def _cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    output_scale: Tensor | None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    output_scale_factor: float = 1.0,
+    output_scale_inverse: bool = False,
+    dtype: torch.dtype,
+    layout: str = "bshd",
+) -> Tensor:
+    validate(query, key, value, attn_mask, output_scale, is_causal, dtype, layout)
+    out = _empty_output(query, dtype, layout)
+    if out.numel() == 0:
+        return out
+    module = _runnable(query, key, value, attn_mask, is_causal, scale, dtype)
+    with torch.cuda.device(query.device):
+        module.launch(
+            out,
+            query,
+            key,
+            value,
+            attn_mask,
+            output_scale,
+            is_causal=is_causal,
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            output_scale_factor=output_scale_factor,
+            output_scale_inverse=output_scale_inverse,
+        )
+    return out
+
+
+def _runnable(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dtype: torch.dtype,
+) -> ModuleType:
+    """The module of the first kernel that supports these tensors and can be imported."""
+    why = None
+    for kernel in KERNELS:
+        why = kernel.unsupported(query, key, value, attn_mask, is_causal=is_causal, scale=scale, dtype=dtype)
+        unit = kernel.stride_bytes or 1
+        if why is None and any(x.data_ptr() % unit for x in (query, key, value)):
+            why = f"{kernel.name} needs addresses that are multiples of {unit} bytes"
+        if why is None:
+            module = _load(kernel)
+            if module is not None:
+                return module
+            why = f"{kernel.name} could not be imported"
+    raise NotImplementedError(
+        f"attention_quant: {why}; run scaled_dot_product_attention and quantise its output instead"
+    )
+
+
+@functools.cache
+def _load(kernel: Kernel) -> ModuleType | None:
+    try:
+        return importlib.import_module(kernel.module)
+    except (ImportError, AttributeError) as error:  # AttributeError: an experimental API that has moved
+        logger.warning("%s is not available, a slower one is used if there is one: %s", kernel.name, error)
+        return None
+
+
+_library = torch.library.Library("fusion_passes", "FRAGMENT")
+_library.define(
+    "attention_quant(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? output_scale, *, "
+    "bool is_causal=False, float? scale=None, float output_scale_factor=1.0, bool output_scale_inverse=False, "
+    'ScalarType dtype, str layout="bshd") -> Tensor',
+    # The kernels' limits are asked of the strides in the graph, so those must be the strides of the call.
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+_library.impl("attention_quant", _cpu, "CPU")
+_library.impl("attention_quant", _cuda, "CUDA")
+torch.library.register_fake("fusion_passes::attention_quant", _fake, lib=_library)
+
+
+def attention_quant(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    output_scale: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    output_scale_factor: float = 1.0,
+    output_scale_inverse: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    layout: str = "bshd",
+) -> Tensor:
+    """Attention with FP8 output: ``saturate(attention(query, key, value) / (output_scale * output_scale_factor))``.
+
+    query: [batch, heads, q_len, head_dim]; key, value: [batch, kv_heads, kv_len, head_dim]; any strides with a
+    contiguous last dimension. bf16 or fp16 on CUDA, any floating-point dtype on CPU.
+    attn_mask, is_causal, scale: as in ``fusion_passes.reference.attention``; a mask is broadcast, never materialised.
+    output_scale: fp32, one element, on query's device; read on the device in each call, so that a change in place is
+    followed, under CUDA graphs too. None: 1.
+    output_scale_inverse: the product of scales multiplies the output, instead of dividing it.
+
+    Returns FP8 codes [batch, heads, q_len, head_dim]. Their memory is [batch, q_len, heads, head_dim] for layout
+    "bshd", what the projection after the attention reads, or in the order of the shape for "bhsd".
+
+    The attention value goes to FP8 from fp32: it is not rounded to query's dtype first, as separate operators would.
+    Overflow saturates, NaN stays NaN. There is no gradient.
+
+    Raises ValueError or TypeError for arguments without a meaning, NotImplementedError where no kernel exists.
+    """
+    out: Tensor = torch.ops.fusion_passes.attention_quant(
+        query,
+        key,
+        value,
+        attn_mask,
+        output_scale,
+        is_causal=is_causal,
+        scale=scale,
+        output_scale_factor=output_scale_factor,
+        output_scale_inverse=output_scale_inverse,
+        dtype=dtype,
+        layout=layout,
+    )
+    return out
