@@ -5,5 +5,6 @@ imports its kernel on the first call. Importing this package registers them and 
 """
 
 from fusion_passes.ops.attention_quant import attention_quant
+from fusion_passes.ops.quantize import quantize_fp8
 
-__all__ = ["attention_quant"]
+__all__ = ["attention_quant", "quantize_fp8"]

@@ -1,0 +1,69 @@
+"""torch.compile (Inductor) passes that fuse across the borders where Inductor stops: attention and FP8 quantisation.
+
+    import fusion_passes
+    model = fusion_passes.compile(model)
+
+`compile`, `inductor_options`, `enabled` and `enable` register the passes; `PassConfig` says what is fused; a `Report`
+says what was, and what was not and why; `explain` shows it for a model, beside the stock compiler.
+
+Importing this registers the ops `torch.ops.fusion_passes.*` and needs neither Triton nor a GPU.  What needs Inductor
+(a second of imports) is loaded at the first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fusion_passes import ops as ops
+from fusion_passes.config import PassConfig, Profitability, Switch
+from fusion_passes.report import GraphReport, Miss, Report, RequiredFusionError, Site
+from fusion_passes.rule import DeclinedError, Level, Match, MatchStatus, Rule
+
+if TYPE_CHECKING:
+    from fusion_passes.manager import PostGradPassManager
+    from fusion_passes.matcher import TracedRule
+    from fusion_passes.registration import compile, disable, enable, enabled, inductor_options  # noqa: A004
+
+_LAZY = {
+    "PostGradPassManager": "manager",
+    "TracedRule": "matcher",
+    "compile": "registration",
+    "disable": "registration",
+    "enable": "registration",
+    "enabled": "registration",
+    "inductor_options": "registration",
+}
+
+__all__ = [
+    "DeclinedError",
+    "GraphReport",
+    "Level",
+    "Match",
+    "MatchStatus",
+    "Miss",
+    "PassConfig",
+    "PostGradPassManager",
+    "Profitability",
+    "Report",
+    "RequiredFusionError",
+    "Rule",
+    "Site",
+    "Switch",
+    "TracedRule",
+    "compile",
+    "disable",
+    "enable",
+    "enabled",
+    "inductor_options",
+]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"fusion_passes.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'fusion_passes' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,168 @@
+"""What is fused, and how much is said about it: `PassConfig`, from Python, a dict, or the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fusion_passes.rule import Level, Rule
+
+if TYPE_CHECKING:
+    from typing import Self
+
+ENV_PREFIX = "FUSION_PASSES_"
+DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
+
+
+class Switch(enum.StrEnum):
+    """State of one fusion."""
+
+    ON = "on"
+    OFF = "off"
+    REQUIRED = "required"
+    """On, and `RequiredFusionError` if it applied nowhere."""
+
+
+class Profitability(enum.StrEnum):
+    """Whether a fusion must be faster to be applied."""
+
+    MEASURED = "measured"
+    """Only where a committed measurement says that it beats stock `torch.compile`."""
+    IGNORE = "ignore"
+    """Wherever it is legal: to look at the graph, to test, to measure."""
+
+
+def _debug_dir_from_env() -> Path | None:
+    path = os.environ.get(DEBUG_VARIABLE)
+    return Path(path) if path else None
+
+
+@dataclass(frozen=True)
+class PassConfig:
+    """Settings of the passes.  Immutable; every field but `debug_dir` is part of Inductor's cache key.
+
+    A switch left at None follows `level`; one that is set wins over it.  Unknown names and values raise ValueError and
+    list the known ones.
+    """
+
+    level: Level = Level.O2
+    """`Level.O0` (nothing), `O1` (bit-exact rewrites only), `O2` (all that is profitable); also as a string or number."""
+
+    attention_quant: Switch | None = None
+    """Attention followed by static FP8 quantisation: the attention kernel writes FP8."""
+
+    profitability: Profitability = Profitability.MEASURED
+    """`measured`: fuse only where it was measured to be faster; `ignore`: wherever it is legal."""
+
+    extra_fusions: tuple[Rule[Any], ...] = ()
+    """Rules of your own, tried before the built-in ones (docs/writing-a-fusion.md)."""
+
+    debug_dir: Path | None = field(default_factory=_debug_dir_from_env)
+    """Where to write the graph before and after every stage, one folder per compiled graph; default: the environment
+    variable FUSION_PASSES_DEBUG.  Implies that Inductor's caches are bypassed, since a cached graph is not rewritten."""
+
+    def __post_init__(self) -> None:
+        parsed = {
+            "level": _parse("level", Level, self.level),
+            "profitability": _parse("profitability", Profitability, self.profitability),
+            "extra_fusions": tuple(self.extra_fusions),
+            "debug_dir": Path(self.debug_dir) if self.debug_dir else None,
+        }
+        for name in SWITCHES:
+            state = getattr(self, name)
+            parsed[name] = None if state is None else _parse(name, Switch, state)
+        for name, value in parsed.items():
+            object.__setattr__(self, name, value)
+        for rule in self.extra_fusions:
+            if not isinstance(rule, Rule):
+                raise ValueError(
+                    f"extra_fusions takes instances of fusion_passes.Rule, not {rule!r}"
+                    + (": did you forget to instantiate the class?" if isinstance(rule, type) else "")
+                )
+        names = [rule.name for rule in self.extra_fusions] + list(SWITCHES)
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two fusions are called {name!r}: give the rule in extra_fusions another name")
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
+        """From a plain dict, e.g. of a YAML or JSON file.  Raises ValueError on an unknown name."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in settings:
+            if name not in known:
+                raise ValueError(_unknown("setting of PassConfig", str(name), known))
+        return cls(**settings)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """From FUSION_PASSES_LEVEL, FUSION_PASSES_ATTENTION_QUANT, FUSION_PASSES_PROFITABILITY, FUSION_PASSES_DEBUG.
+        Raises ValueError on an unknown FUSION_PASSES_ variable."""
+        environ = os.environ if environ is None else environ
+        fields = {f.name: f.name for f in dataclasses.fields(cls) if f.name not in ("extra_fusions", "debug_dir")}
+        variables = {ENV_PREFIX + name.upper(): name for name in fields} | {DEBUG_VARIABLE: "debug_dir"}
+        settings = {}
+        for variable, text in environ.items():
+            if variable.startswith(ENV_PREFIX):
+                if variable not in variables:
+                    raise ValueError(_unknown("environment variable", variable, set(variables)))
+                if text:
+                    settings[variables[variable]] = text
+        return cls(**settings)
+
+    def switch(self, rule: Rule[Any]) -> Switch:
+        """Whether this rule is on, off or required under these settings."""
+        state: Switch | None = getattr(self, rule.name, None) if rule.name in SWITCHES else Switch.ON
+        if state is not None:
+            return state
+        return Switch.ON if rule.level <= self.level else Switch.OFF
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Names of the fusions that must apply somewhere."""
+        return tuple(name for name in SWITCHES if getattr(self, name) is Switch.REQUIRED)
+
+    def key(self) -> str:
+        """Text of all settings that change the compiled code; the rules in `extra_fusions` speak for themselves."""
+        return repr(dataclasses.replace(self, debug_dir=None, extra_fusions=()))
+
+    def __str__(self) -> str:
+        lines = ["PassConfig:"]
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Level):
+                text = value.name
+            elif f.name in SWITCHES and value is None:
+                text = f"follows level ({self.level.name})"
+            elif f.name == "extra_fusions":
+                text = ", ".join(rule.name for rule in value) or "none"
+            else:
+                text = str(value) if value is not None else "none"
+            lines.append(f"  {f.name:20} {text}")
+        return "\n".join(lines)
+
+
+SWITCHES = tuple(f.name for f in dataclasses.fields(PassConfig) if "Switch" in str(f.type))
+"""Names of the built-in fusions' switches."""
+
+
+def _parse(name: str, kind: type[Any], value: object) -> Any:
+    """`value` as a member of the enum `kind`; accepts members, their values, their names, and True / False."""
+    if isinstance(value, bool):
+        value = "on" if value else "off"
+    for member in kind:
+        if value == member or (isinstance(value, str) and value.lower() in (str(member.name).lower(), str(member.value))):
+            return member
+    choices = ", ".join(m.name if issubclass(kind, enum.IntEnum) else m.value for m in kind)
+    raise ValueError(f"{name}={value!r}: must be one of {choices}")
+
+
+def _unknown(what: str, name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"unknown {what} {name!r}{hint}; known: {', '.join(sorted(known))}"

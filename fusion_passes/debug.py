@@ -1,0 +1,70 @@
+"""Graphs as files: with a debug directory set, every compiled graph gets a folder with what it was before and after each
+stage, a diff, the idioms, and the report.
+
+    graph_000/before.py  idioms.txt  fused.py  after.py  changes.diff  report.txt
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from torch.fx import Graph
+
+from fusion_passes.idioms import Idioms
+from fusion_passes.report import GraphReport, Report
+
+
+class GraphDump:
+    """Writes the stages of one graph into a folder; does nothing where there is none."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._before = ""
+
+    @classmethod
+    def open(cls, directory: Path | None) -> GraphDump:
+        """The next free folder `graph_NNN` in `directory`; several processes may write there."""
+        if directory is None:
+            return cls(None)
+        directory.mkdir(parents=True, exist_ok=True)
+        number = len(list(directory.glob("graph_*")))
+        while True:
+            folder = directory / f"graph_{number:03}"
+            try:
+                folder.mkdir()
+                return cls(folder)
+            except FileExistsError:
+                number += 1
+
+    def graph(self, stage: str, graph: Graph) -> None:
+        """Write the graph as it is now; after the last stage ("after"), also what changed."""
+        if self._folder is None:
+            return
+        text = readable(graph)
+        (self._folder / f"{stage}.py").write_text(text)
+        if stage == "before":
+            self._before = text
+        elif stage == "after":
+            diff = difflib.unified_diff(self._before.splitlines(True), text.splitlines(True), "before.py", "after.py")
+            (self._folder / "changes.diff").write_text("".join(diff))
+
+    def idioms(self, idioms: Idioms) -> None:
+        """Write what was recognised, and what nearly was."""
+        if self._folder is None:
+            return
+        lines = [f"{idiom.output.name}: {idiom}" for idiom in idioms]
+        lines += [f"{miss.node.name}: near miss of {miss.what}: {miss.reason}" for miss in idioms.near_misses]
+        (self._folder / "idioms.txt").write_text("\n".join(lines) + "\n")
+
+    def report(self, result: GraphReport) -> None:
+        """Write what the rules decided."""
+        if self._folder is not None:
+            report = Report()
+            report.add(result)
+            (self._folder / "report.txt").write_text(f"{report}\n")
+
+
+def readable(graph: Graph) -> str:
+    """The graph as Python with shapes, strides, devices and the user's source lines."""
+    return graph.owning_module.print_readable(print_output=False, include_stride=True, include_device=True)

@@ -1,0 +1,201 @@
+"""Attention → static FP8 quantisation: the attention kernel writes the FP8 codes itself.
+
+    scaled_dot_product_attention → transpose, reshape, contiguous … → saturate(x / scale).to(fp8)
+    becomes   fusion_passes::attention_quant → the same views
+
+Saves the attention output's way to memory and back in high precision, and the quantisation kernel.
+
+Rounding: the unfused graph rounds the attention output to bf16 or fp16 before it is quantised; the fused op divides the
+fp32 accumulator by the scale and rounds once, to FP8.  Its codes differ from the unfused ones by at most one step, and
+are closer to an fp32 reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx import Node
+
+from fusion_passes.fusions.profit import attention_quant_speedup
+from fusion_passes.graph import (
+    COPIES,
+    aten,
+    calls,
+    following_views,
+    is_noop,
+    is_view,
+    same_layout,
+    target_name,
+    through_views,
+    value,
+)
+from fusion_passes.idioms import Idioms, NearMiss
+from fusion_passes.idioms.attention import Attention
+from fusion_passes.idioms.quantize import Quantize
+from fusion_passes.ops.attention_quant import LAYOUTS, why_unsupported
+from fusion_passes.quant import max_value
+from fusion_passes.rule import Call, Match, Rule
+from fusion_passes.symbolic import known
+
+RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionQuantMatch(Match):
+    """`views` lead from the attention's output to the match's output, through and behind the quantisation."""
+
+    attention: Attention
+    quantize: Quantize
+    views: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class AttentionQuant(Rule[AttentionQuantMatch]):
+    """The output of an `Attention` reaches, through views only, a static per-tensor `Quantize`, and nothing else."""
+
+    name = "attention_quant"
+    summary = "attention + static FP8 output quantisation: the attention kernel writes FP8"
+
+    def pattern(self, idioms: Idioms) -> Iterator[AttentionQuantMatch]:
+        """Every static quantisation whose input is the output of an attention."""
+        for quantize in idioms.of(Quantize):
+            source, before = through_views(quantize.input)
+            attention = idioms.at(source, Attention)
+            if attention is None:
+                continue
+            inside = tuple(n for n in sorted(quantize.nodes) if is_view(n) and not is_noop(n))
+            behind = following_views(quantize.output)
+            yield AttentionQuantMatch(
+                output=behind[-1] if behind else quantize.output,
+                nodes=attention.nodes | quantize.nodes | {*before, *behind},
+                inputs=tuple(n for n in (*attention.inputs, quantize.scale) if n is not None),
+                attention=attention,
+                quantize=quantize,
+                views=(*before, *inside, *behind),
+            )
+
+    def legality(self, m: AttentionQuantMatch) -> None:
+        """The kernel must compute what the graph computes: see the sentences."""
+        a, q = m.attention, m.quantize
+        m.require(not a.used_outputs, f"the attention's {', '.join(a.used_outputs)} is used too, and the fused op has none")
+        m.require(q.rounding == "cast", f"{q.opaque} rounds to whole numbers before the cast; the fused op does not")
+        limit = max_value(q.dtype)
+        m.require(
+            q.clamp in (None, (-limit, limit)),
+            f"the graph clamps to {q.clamp}, the fused op to the range of {_name(q.dtype)}, ±{limit:g}",
+        )
+        query = value(a.query)
+        m.require(
+            q.clamp is not None or query.is_cuda,
+            f"without a clamp, what a cast to {_name(q.dtype)} makes of values that are too large depends on the torch "
+            "version on the CPU; the fused op saturates: clamp before the cast",
+        )
+        if q.scale is not None:
+            scale = value(q.scale)
+            m.require(scale.dtype is torch.float32, f"the scale is {_name(scale.dtype)}; make it float32")
+            m.require(known(scale.numel() == 1), f"the scale has shape {list(scale.shape)}, not one element")
+            m.require(
+                scale.device == query.device,
+                f"the scale is on {scale.device} and the query on {query.device}: make the scale a buffer, "
+                "so that .to(device) moves it",
+            )
+        mask = None if a.attn_mask is None else value(a.attn_mask)
+        why = why_unsupported(
+            query, value(a.key), value(a.value), mask, is_causal=a.is_causal, scale=a.scale, dtype=q.dtype
+        )
+        m.require(why is None, str(why))
+
+    def profitability(self, m: AttentionQuantMatch) -> None:
+        """Measured on the card (benchmarks/results); what nobody measured is declined."""
+        a = m.attention
+        query = value(a.query)
+        m.require(query.is_cuda, f"the fused op has no faster kernel on the {query.device.type.upper()}")
+        speedup, source = attention_quant_speedup(
+            query, value(a.key), value(a.value), masked=a.attn_mask is not None, is_causal=a.is_causal, dtype=m.quantize.dtype
+        )
+        m.require(speedup is not None, source)
+        m.require(speedup is not None and speedup >= 1.0, f"{speedup} times stock torch.compile in {source}")
+
+    def replacement(self, m: AttentionQuantMatch, call: Call) -> Node:
+        """The fused op in the layout that needs the fewest copies, then the views."""
+        a, q = m.attention, m.quantize
+        codes = call(
+            torch.ops.fusion_passes.attention_quant.default,
+            a.query,
+            a.key,
+            a.value,
+            a.attn_mask,
+            q.scale,
+            is_causal=a.is_causal,
+            scale=a.scale,
+            output_scale_factor=q.scale_factor,
+            output_scale_inverse=q.inverse,
+            dtype=q.dtype,
+            layout=_best_layout(m),
+        )
+        for view in m.views:
+            if _needed(view, value(codes)):
+                codes = call(view.target, codes, *view.args[1:], **view.kwargs)
+        return codes
+
+    def explain(self, idioms: Idioms) -> Iterator[NearMiss]:
+        """Where the output of each attention goes instead."""
+        for attention in idioms.of(Attention):
+            node = attention.output
+            if behind := following_views(node):
+                node = behind[-1]
+            readers = ", ".join(sorted({target_name(user) for user in node.users})) or "nothing"
+            yield NearMiss(attention.output, self.name, f"the attention's output goes to {readers}, not to a quantisation")
+
+    def describe(self, m: AttentionQuantMatch) -> str:
+        """`attention bf16 [1, 32, 8192, 128] x 8 kv heads, causal -> float8_e4m3fn`."""
+        query, key = value(m.attention.query), value(m.attention.key)
+        mask = "causal" if m.attention.is_causal else f"{m.attention.mask_kind} mask" if m.attention.mask_kind else "full"
+        shape = f"{list(query.shape)} x {list(key.shape)}".replace("'", "")
+        return f"attention {_name(query.dtype)} {shape}, {mask} -> {_name(m.quantize.dtype)}"
+
+
+def _needed(view: Node, x: Tensor) -> bool:
+    """False for a view that changes nothing: a no-op, or a copy into the layout that `x` already has."""
+    return not is_noop(view) and not (calls(view, *COPIES) and same_layout(x, value(view)))
+
+
+def _best_layout(m: AttentionQuantMatch) -> str:
+    """The layout of the fused op from which the views reach the graph's own strides with the fewest copies."""
+
+    def cost(layout: str) -> tuple[bool, int]:
+        x = value(m.attention.output)
+        mode = detect_fake_mode(x)
+        assert mode is not None
+        with mode:
+            batch, heads, length, head_dim = x.shape
+            if layout == "bshd":
+                x = x.new_empty((batch, length, heads, head_dim)).permute(0, 2, 1, 3)
+            else:
+                x = x.new_empty((batch, heads, length, head_dim))
+            copies = 0
+            for view in m.views:
+                if not _needed(view, x):
+                    continue
+                arguments: tuple[Any, ...] = torch.fx.node.map_arg(view.args[1:], lambda n: n.meta["val"])
+                kwargs = torch.fx.node.map_arg(view.kwargs, lambda n: n.meta["val"])
+                y = view.target(x, *arguments, **kwargs)  # type: ignore[operator]
+                copies += calls(view, *COPIES) or (calls(view, *RESHAPES) and not _is_alias(x, y))
+                x = y
+        return not same_layout(x, value(m.output)), copies
+
+    return min(LAYOUTS, key=cost)
+
+
+def _is_alias(x: Tensor, y: Tensor) -> bool:
+    """True where a reshape gave a view, not a copy."""
+    return y._base is not None and (y._base is x or y._base is x._base)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,194 @@
+"""Reading a post-grad FX graph: what a node computes, what it is a view of, who sees it, what was written in between.
+
+Everything here only looks.  Shapes are judged by the meta values that Inductor put on the nodes, never by the size
+arguments of a `reshape` (they go symbolic when a dimension does), and every question about a symbolic size is asked with
+`known`,
+which adds no guard: what is not provable is "no".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fusion_passes.symbolic import known
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+VIEWS = frozenset(
+    {
+        aten.reshape.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.alias.default,
+        aten.detach.default,
+        aten.clone.default,
+        aten.contiguous.default,
+    }
+)
+"""Ops whose output has the elements of their input, each once, at another place or in another order.  `clone` is one:
+it moves elements, it does not change them."""
+
+COPIES = frozenset({aten.clone.default, aten.contiguous.default})
+"""Of `VIEWS`, those that exist only to change the memory layout."""
+
+
+def target_name(node: Node) -> str:
+    """What `node` calls, for a sentence."""
+    return str(node.target) if node.op == "call_function" else node.op
+
+
+def calls(node: object, *targets: object) -> bool:
+    """True where `node` is a call of one of `targets`."""
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def value(node: Node) -> Tensor:
+    """The fake tensor that `node` produces (shape, strides, dtype, device).  Raises TypeError if it is no tensor."""
+    val = node.meta.get("val")
+    if not isinstance(val, Tensor):
+        raise TypeError(f"{node.name} has no tensor value in this graph (meta 'val' is {type(val).__name__})")
+    return val
+
+
+def is_tensor(arg: object) -> bool:
+    """True for a node that produces one tensor; False for a Python number, a SymInt node, a tuple."""
+    return isinstance(arg, Node) and isinstance(arg.meta.get("val"), Tensor)
+
+
+def argument(node: Node, position: int, name: str, default: object = None) -> object:
+    """An argument of a call however it was passed: by position, by name, or not at all."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def same_shape(a: Iterable[int | torch.SymInt], b: Iterable[int | torch.SymInt]) -> bool:
+    """True where two shapes (or stride tuples) are provably equal."""
+    a, b = tuple(a), tuple(b)
+    return len(a) == len(b) and all(known(x == y) for x, y in zip(a, b, strict=True))
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """True where two tensors of one shape provably have the same strides; those of dimensions of size 1 say nothing."""
+    return all(known(size == 1) or known(x == y) for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
+def is_noop(node: Node) -> bool:
+    """True for an op that gives its input back: a cast to the same dtype, an `expand` or `slice` to the same shape."""
+    if calls(node, prims.convert_element_type.default, aten.expand.default, aten.slice.Tensor, aten._to_copy.default):
+        (source,) = node.all_input_nodes[:1]
+        if not (is_tensor(source) and is_tensor(node)):
+            return False
+        before, after = value(source), value(node)
+        return before.dtype == after.dtype and before.device == after.device and same_shape(before.shape, after.shape)
+    return False
+
+
+def is_view(node: Node) -> bool:
+    """True for an op in `VIEWS`, or one that changes nothing."""
+    return calls(node, *VIEWS) or is_noop(node)
+
+
+def through_views(node: Node) -> tuple[Node, tuple[Node, ...]]:
+    """Walk up from `node` past views and no-ops: the first node that computes something, and the views passed, in the
+    order in which the graph applies them (the last one is `node` itself, unless `node` is no view)."""
+    path: list[Node] = []
+    while is_view(node):
+        path.append(node)
+        node = node.all_input_nodes[0]
+    return node, tuple(reversed(path))
+
+
+def following_views(node: Node) -> tuple[Node, ...]:
+    """The views that come after `node`, as long as each is the only user of the one before."""
+    path: list[Node] = []
+    while len(node.users) == 1:
+        (user,) = node.users
+        if not is_view(user):
+            break
+        path.append(user)
+        node = user
+    return tuple(path)
+
+
+def outside_users(nodes: Iterable[Node], output: Node) -> list[tuple[Node, Node]]:
+    """Pairs (node, user) where a node of the set, other than `output`, is read by a node that is not in the set."""
+    inside = set(nodes)
+    return [(n, user) for n in inside if n is not output for user in n.users if user not in inside]
+
+
+def storage_root(node: Node) -> Node:
+    """The node whose memory `node` may share: walks up through ops that can return a view."""
+    while True:
+        target = node.target
+        if calls(node, *COPIES) or node.op != "call_function" or not node.all_input_nodes:
+            return node
+        schema = getattr(target, "_schema", None)
+        aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
+        if not (aliases or is_view(node) or getattr(target, "__name__", "") == "getitem"):
+            return node
+        node = node.all_input_nodes[0]
+
+
+def mutated_nodes(node: Node) -> Iterator[Node]:
+    """The inputs that `node` writes to.  An op without a schema (a higher-order op) may write to any input unless it is
+    functional by name."""
+    target = node.target
+    if node.op != "call_function":
+        return
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        name = getattr(target, "__name__", str(target))
+        if "mutation" in name and "functional" not in name:
+            yield from node.all_input_nodes
+        return
+    if not schema.is_mutable:
+        return
+    for position, arg in enumerate(schema.arguments):
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            written = argument(node, position, arg.name)
+            for item in written if isinstance(written, (list, tuple)) else (written,):
+                if isinstance(item, Node):
+                    yield item
+
+
+def written_between(first: Node, last: Node, inputs: Iterable[Node]) -> Node | None:
+    """The first node after `first` and before `last` that writes to the memory of one of `inputs`, or None."""
+    roots = {storage_root(n) for n in inputs}
+    node = first.next
+    while node is not last and node.op != "root":
+        if any(storage_root(written) in roots for written in mutated_nodes(node)):
+            return node
+        node = node.next
+    return None
+
+
+def source_line(node: Node) -> str:
+    """Where the user's code made this node, as `file:line: code`, or "" where the graph does not say."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.splitlines() if line.strip()]
+    for i in range(len(lines) - 1, -1, -1):
+        if lines[i].startswith("File "):
+            file, _, rest = lines[i].removeprefix('File "').partition('", line ')
+            number = rest.split(",")[0]
+            code = lines[i + 1] if i + 1 < len(lines) and not lines[i + 1].startswith("File ") else ""
+            return f"{file}:{number}: {code}".rstrip(": ")
+    return ""
+
+
+def find_calls(graph: Graph, targets: Iterable[object]) -> list[Node]:
+    """All calls of `targets`, in graph order."""
+    wanted = set(targets)
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in wanted]

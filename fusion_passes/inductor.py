@@ -1,0 +1,116 @@
+"""The only module that knows Inductor's private surface (with `matcher`, for the pattern matcher): the post-grad hook,
+the config, the caches.
+
+Drift that is handled here, and nowhere else: the hook takes one pass up to torch 2.12 and a list from 2.13; a pass in
+`options=` replaces one that was set globally without a word, so it is chained; a compiled graph that comes from the
+cache does not run the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+HOOK = "post_grad_custom_post_pass"
+MINIMUM_TORCH = (2, 11)
+
+_COUNTER = "fusion_passes:"
+
+
+def check_torch() -> None:
+    """Raise RuntimeError with what to do if this torch is too old."""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < MINIMUM_TORCH:
+        wanted = ".".join(map(str, MINIMUM_TORCH))
+        raise RuntimeError(
+            f"fusion_passes needs torch {wanted} or newer, this is {torch.__version__}: pip install 'torch>={wanted}'"
+        )
+
+
+class PassChain(CustomGraphPass):  # type: ignore[misc]
+    """Several passes in a row, for a torch whose hook takes one.  Remove with support for torch 2.12."""
+
+    def __init__(self, passes: Iterable[Callable[[Graph], None]]) -> None:
+        self.passes = tuple(passes)
+
+    def __call__(self, graph: Graph) -> None:
+        for graph_pass in self.passes:
+            graph_pass(graph)
+
+    def uuid(self) -> tuple[Any, ...] | None:
+        """The uuids of all passes; None (never cache) if one of them has none, as Inductor does for a bare function."""
+        uuids = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes)
+        return uuids if all(uuids) else None
+
+
+def passes_in(hook: object) -> list[Callable[[Graph], None]]:
+    """The passes of a hook's value, whatever its form: None, a pass, a list, a chain of ours."""
+    if hook is None:
+        return []
+    if isinstance(hook, PassChain):
+        return list(hook.passes)
+    if isinstance(hook, (list, tuple)):
+        return list(hook)
+    return [cast("Callable[[Graph], None]", hook)]
+
+
+def hook_value(passes: list[Callable[[Graph], None]]) -> object:
+    """`passes` in the form that this torch's hook takes."""
+    if len(passes) == 1:
+        return passes[0]
+    if hasattr(custom_graph_pass, "get_custom_graph_passes"):
+        return passes
+    return PassChain(passes)
+
+
+def chained_options(
+    manager: CustomGraphPass, options: Mapping[str, Any] | None, mode: str | None, dynamic: bool | None
+) -> dict[str, Any]:
+    """The user's `options`, `mode`'s settings and our pass behind the user's own pass, as one `options` dict.
+
+    Our passes that are there already (a global switch) give way: the explicit request wins.
+    """
+    merged: dict[str, Any] = {}
+    if mode and mode != "default":
+        merged.update(torch._inductor.list_mode_options(mode, dynamic))
+    merged.update({name.replace("-", "_"): setting for name, setting in (options or {}).items()})
+    present = passes_in(merged.get(HOOK, getattr(torch._inductor.config, HOOK)))
+    merged[HOOK] = hook_value([p for p in present if not isinstance(p, type(manager))] + [manager])
+    return merged
+
+
+def patched(manager: CustomGraphPass) -> AbstractContextManager[None]:
+    """A context in which every compilation runs `manager` behind whatever pass is set globally."""
+    return cast(
+        "AbstractContextManager[None]",
+        torch._inductor.config.patch({HOOK: chained_options(manager, None, None, None)[HOOK]}),
+    )
+
+
+def reports_dir() -> Path | None:
+    """Where reports are kept beside the compiled code; None where nothing is cached."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    config = torch._inductor.config
+    if config.force_disable_caches or not config.fx_graph_cache:
+        return None
+    return Path(cache_dir()) / "fusion_passes"
+
+
+def mark_compiled(graph_id: str) -> None:
+    """Tie `graph_id` to the code being compiled: Inductor stores its counters' changes with the code in its cache and
+    adds them again when that code is loaded, which is how a graph from the cache tells its id (`loaded_graphs`)."""
+    torch._dynamo.utils.counters["inductor"][_COUNTER + graph_id] += 1
+
+
+def marked_graphs() -> dict[str, int]:
+    """Graph ids whose code was compiled or loaded in this process, with how often."""
+    counters = torch._dynamo.utils.counters["inductor"]
+    return {name.removeprefix(_COUNTER): n for name, n in counters.items() if name.startswith(_COUNTER)}

@@ -1,0 +1,178 @@
+"""The post-grad pass: recognise, fuse, clean.
+
+    recognise   idioms are found and described; the graph is untouched
+    fuse        each rule in order; only a rule that applies edits the graph, and one that fails puts it back
+    clean       the nodes that a fusion made dead are erased, the graph is linted; nothing else is touched
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from fusion_passes import compiled, inductor
+from fusion_passes.config import PassConfig, Profitability, Switch
+from fusion_passes.debug import GraphDump
+from fusion_passes.fusions import FUSIONS
+from fusion_passes.graph import source_line
+from fusion_passes.idioms import Idioms, NearMiss, recognize
+from fusion_passes.report import GraphReport, Miss, Report, RequiredFusionError, Site
+from fusion_passes.rewrite import Insertion, check_replacement, check_side_effects, erase_dead
+from fusion_passes.rule import DeclinedError, Match, MatchStatus, Rule
+
+log = logging.getLogger("fusion_passes")
+"""TORCH_LOGS="fusion_passes" shows what was fused, "+fusion_passes" every site."""
+
+
+class PostGradPassManager(inductor.CustomGraphPass):  # type: ignore[misc]
+    """Rewrites a post-grad graph in place as `config` says, and adds what it did to `report`.
+
+    Goes into Inductor's `post_grad_custom_post_pass`; `inductor_options`, `compile` and `enabled` put it there.
+    """
+
+    def __init__(self, config: PassConfig, report: Report | None = None) -> None:
+        inductor.check_torch()
+        self.config = config
+        self.report = Report() if report is None else report
+        self.report.on_read(compiled.collect)
+        self.rules: tuple[Rule[Any], ...] = tuple(
+            rule for rule in (*config.extra_fusions, *FUSIONS) if config.switch(rule) is not Switch.OFF
+        )
+
+    def uuid(self) -> str | None:
+        """Inductor's cache key for this pass; None (do not cache) while debugging, since a cached graph is not dumped."""
+        compiled.asking(self.report)
+        if self.config.debug_dir is not None:
+            return None
+        return compiled.key(self.config.key(), self.config.extra_fusions)
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrite `graph`.  Raises RequiredFusionError; any other failure leaves the place as it was, with its reason
+        in the report."""
+        compiled.asking(self.report)
+        graph_id = secrets.token_hex(8)
+        dump = GraphDump.open(self.config.debug_dir)
+        nodes_before = len(graph.nodes)
+        seconds: dict[str, float] = {}
+
+        dump.graph("before", graph)
+        with _timed(seconds, "recognise"):
+            idioms = recognize(graph) if self.rules else Idioms(graph, [], [])
+        dump.idioms(idioms)
+        with _timed(seconds, "fuse"):
+            sites, dead = self._fuse(idioms)
+        dump.graph("fused", graph)
+        with _timed(seconds, "clean"):
+            if dead:
+                erase_dead(dead)
+                graph.lint()
+        dump.graph("after", graph)
+
+        misses = self._misses(idioms, sites)
+        result = GraphReport(graph_id, tuple(sites), misses, seconds, nodes_before, len(graph.nodes))
+        dump.report(result)
+        self.report.add(result)
+        compiled.keep(result, on_disk=self.config.debug_dir is None)
+        if sites:
+            fused = sum(site.status is MatchStatus.FUSED for site in sites)
+            log.info("graph %s: %d of %d sites fused", graph_id, fused, len(sites))
+        self._check_required(sites)
+
+    def _fuse(self, idioms: Idioms) -> tuple[list[Site], list[Node]]:
+        """Try every rule in order.  Returns all sites, and the nodes whose place was taken."""
+        sites: list[Site] = []
+        dead: list[Node] = []
+        taken: set[Node] = set()
+        for rule in self.rules:
+            try:
+                matches = list(rule.pattern(idioms))
+            except Exception as error:
+                sites.append(Site(rule.name, MatchStatus.ILLEGAL, _sentence(error), "the whole graph", ""))
+                continue
+            for m in matches:
+                if m.nodes & taken:
+                    continue
+                where = source_line(m.output) or m.output.name
+                what = _text(rule, m)
+                status, reason = self._apply(rule, m, idioms.graph)
+                sites.append(Site(rule.name, status, reason, where, what))
+                log.debug("%s %s at %s%s", status, rule.name, where, f": {reason}" if reason else "")
+                if status is MatchStatus.FUSED:
+                    taken |= m.nodes
+                    dead.append(m.output)
+        return sites, dead
+
+    def _apply(self, rule: Rule[Any], m: Match, graph: Graph) -> tuple[MatchStatus, str]:
+        """Decide about one match and rewrite it.  Whatever goes wrong, the graph is as before and the reason is told."""
+        status = MatchStatus.ILLEGAL
+        insertion = Insertion(graph, m.output)
+        try:
+            check_side_effects(m)
+            rule.legality(m)
+            if self.config.profitability is Profitability.MEASURED:
+                status = MatchStatus.UNPROFITABLE
+                rule.profitability(m)
+                status = MatchStatus.ILLEGAL
+            new = rule.replacement(m, insertion.call)
+            check_replacement(m.output, new)
+        except Exception as error:
+            insertion.undo()
+            return status, _sentence(error)
+        m.output.replace_all_uses_with(new)
+        return MatchStatus.FUSED, ""
+
+    def _misses(self, idioms: Idioms, sites: list[Site]) -> tuple[Miss, ...]:
+        """For the rules that found no place in this graph: what nearly was one, by the rule and by the idioms."""
+        idle = [rule for rule in self.rules if not any(site.rule == rule.name for site in sites)]
+        misses: list[NearMiss] = []
+        for rule in idle:
+            try:
+                misses += rule.explain(idioms)
+            except Exception as error:
+                log.warning("%s cannot explain itself: %s", rule.name, _sentence(error))
+        if idle:
+            misses += idioms.near_misses
+        return tuple(Miss(miss.what, miss.reason, source_line(miss.node) or miss.node.name) for miss in misses)
+
+    def _check_required(self, sites: list[Site]) -> None:
+        """Raise where a required fusion had places in this graph and took none.  A graph without a place says nothing,
+        since a model can be compiled in pieces: `Report.require` judges the whole."""
+        for rule in self.rules:
+            mine = [site for site in sites if site.rule == rule.name]
+            if (
+                self.config.switch(rule) is Switch.REQUIRED
+                and mine
+                and not any(site.status is MatchStatus.FUSED for site in mine)
+            ):
+                reasons = "\n  ".join(f"{site.where}: {site.status}: {site.reason}" for site in mine)
+                raise RequiredFusionError(f"{rule.name} is required and no place in this graph took it:\n  {reasons}")
+
+
+def _text(rule: Rule[Any], m: Match) -> str:
+    try:
+        return rule.describe(m)
+    except Exception as error:
+        return _sentence(error)
+
+
+def _sentence(error: Exception) -> str:
+    """The reason for a report: a condition's own sentence, or an unexpected error with its type."""
+    if isinstance(error, DeclinedError):
+        return str(error)
+    log.warning("a rule failed; the graph is as it was", exc_info=error)
+    return f"the rule failed: {type(error).__name__}: {error}"
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[stage] = time.perf_counter() - start

@@ -1,0 +1,96 @@
+"""Editing a graph for a rule: add calls with their meta values, check what replaces what, erase what died.
+
+The checks here hold for every rule, so no rule can forget them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, Node
+
+from fusion_passes.graph import outside_users, same_layout, same_shape, target_name, value, written_between
+from fusion_passes.rule import DeclinedError, Match
+
+PROVENANCE = ("stack_trace", "nn_module_stack", "original_aten", "from_node", "custom", "mutation_region_id")
+"""Meta entries that a new node takes over from the one it replaces."""
+
+
+class Insertion:
+    """New nodes before `output`, which one of them is to replace; `undo` takes them out again."""
+
+    def __init__(self, graph: Graph, output: Node) -> None:
+        self.graph = graph
+        self.output = output
+        self._added: list[Node] = []
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """Add a call, with its fake value and `output`'s provenance.
+
+        Raises DeclinedError where an argument is computed after `output`, or the graph carries no fake tensors.
+        """
+        with self.graph.inserting_before(self.output):
+            node = self.graph.call_function(target, args, kwargs)
+        self._added.append(node)
+        for source in node.all_input_nodes:
+            if source not in self._added and not source < self.output:
+                raise DeclinedError(f"{source.name} is computed after {self.output.name}")
+        mode = detect_fake_mode([n.meta.get("val") for n in node.all_input_nodes])
+        if mode is None:
+            raise DeclinedError("this graph carries no fake tensors, so shapes cannot be checked")
+        fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with mode:
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        node.meta.update({key: self.output.meta[key] for key in PROVENANCE if key in self.output.meta})
+        return node
+
+    def undo(self) -> None:
+        """Erase all added nodes."""
+        for node in reversed(self._added):
+            self.graph.erase_node(node)
+        self._added.clear()
+
+
+def check_side_effects(m: Match) -> None:
+    """Decline where something that the fusion removes is read elsewhere, or where something that it reads later than
+    the graph does is written to in between."""
+    for node, user in outside_users(m.nodes, m.output):
+        raise DeclinedError(
+            f"{node.name} ({target_name(node)}) is also read by {user.name} ({target_name(user)}): "
+            "fusing would compute it twice"
+        )
+    first = min(m.nodes)
+    if (writer := written_between(first, m.output, m.inputs)) is not None:
+        raise DeclinedError(
+            f"{writer.name} ({target_name(writer)}) writes to an input between {first.name} and {m.output.name}"
+        )
+
+
+def check_replacement(old: Node, new: Node) -> None:
+    """Decline unless `new` can stand for `old`: same shape, strides, dtype and device."""
+    before, after = value(old), value(new)
+    if before.dtype != after.dtype or before.device != after.device:
+        raise DeclinedError(
+            f"the replacement gives {after.dtype} on {after.device}, the graph has {before.dtype} on {before.device}"
+        )
+    if not same_shape(before.shape, after.shape) or not same_layout(before, after):
+        raise DeclinedError(
+            f"the replacement has shape {tuple(after.shape)} and strides {after.stride()}, "
+            f"the graph {tuple(before.shape)} and {before.stride()}"
+        )
+
+
+def erase_dead(roots: Iterable[Node]) -> None:
+    """Erase these nodes and whatever is used by nothing else any more.  Only their ancestors are looked at, and an op
+    with a side effect stays."""
+    work = list(roots)
+    while work:
+        node = work.pop()
+        if node._erased or node.users or node.op not in ("call_function", "get_attr") or node.is_impure():
+            continue
+        inputs = node.all_input_nodes
+        node.graph.erase_node(node)
+        work.extend(inputs)

@@ -1,0 +1,117 @@
+"""The vocabulary of a fusion: what to find, whether it may, whether it should, what to put.
+
+    class MyFusion(Rule[MyMatch]):
+        pattern        yields a `Match` for every place where the structure is there; looks, never edits
+        legality       `m.require(condition, "reason")` for everything that makes the rewrite right
+        profitability  the same for everything that makes it faster than stock `torch.compile`
+        replacement    builds the new nodes with `call(op, ...)` and returns the one that takes `m.output`'s place
+        explain        for the reader of a report: places that nearly matched, and why they did not
+
+A rule is a frozen dataclass; its fields are its options and part of the cache key.  Any exception in one of these
+methods means "no match here", with its text in the report: a rule never aborts a user's compilation.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+import torch
+from torch.fx import Node
+
+from fusion_passes.symbolic import known
+
+if TYPE_CHECKING:
+    from fusion_passes.idioms import Idioms, NearMiss
+
+
+class MatchStatus(enum.StrEnum):
+    """What became of a place where a rule's pattern was found."""
+
+    FUSED = "fused"
+    ILLEGAL = "illegal"
+    UNPROFITABLE = "unprofitable"
+
+
+class Level(enum.IntEnum):
+    """Optimisation levels.  A rule belongs to the lowest level at which it is on by default."""
+
+    O0 = 0
+    """Nothing is rewritten."""
+    O1 = 1
+    """Rewrites whose result is bit for bit that of the unfused graph."""
+    O2 = 2
+    """All that is profitable, also where a fused kernel rounds less often than the unfused graph does."""
+
+
+class DeclinedError(Exception):
+    """A condition of a rule does not hold; the text is the reason that the user reads."""
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """One place where the structure of a rule's pattern was found.
+
+    `output`: the node whose value the replacement takes over, with its shape, strides and dtype.
+    `nodes`: what the replacement makes dead, `output` among them.  The manager refuses the match where another node
+    reads one of them (it would be computed twice).
+    `inputs`: the tensors that the replacement reads.  The manager refuses the match where one of them is written to
+    between the first of `nodes` and `output`.
+    """
+
+    output: Node
+    nodes: frozenset[Node]
+    inputs: tuple[Node, ...]
+
+    def require(self, condition: bool | torch.SymBool, reason: str) -> None:
+        """Decline with `reason` unless `condition` provably holds; a symbolic condition adds no guard."""
+        if not known(condition):
+            raise DeclinedError(reason)
+
+
+M = TypeVar("M", bound=Match)
+Call = Callable[..., Node]
+"""`call(op, *args, **kwargs)`: add a node to the graph, with its meta value computed."""
+
+
+@dataclass(frozen=True)
+class Rule(ABC, Generic[M]):
+    """A fusion: `pattern` → `replacement`, where `legality` and `profitability` allow it."""
+
+    name: ClassVar[str]
+    """Name of the switch in `PassConfig`, of the op, of the test and of the benchmark."""
+    summary: ClassVar[str]
+    """One line for `python -m fusion_passes list`."""
+    level: ClassVar[Level] = Level.O2
+
+    @abstractmethod
+    def pattern(self, idioms: Idioms) -> Iterator[M]:
+        """Every place where the structure is there."""
+
+    @abstractmethod
+    def replacement(self, m: M, call: Call) -> Node:
+        """Build the new nodes and return the one that replaces `m.output`: same shape, strides, dtype and device."""
+
+    def legality(self, m: M) -> None:
+        """Decline, with `m.require`, where the replacement would not compute the same."""
+
+    def profitability(self, m: M) -> None:
+        """Decline, with `m.require`, where stock `torch.compile` is at least as fast, or nobody measured it."""
+
+    def explain(self, idioms: Idioms) -> Iterator[NearMiss]:
+        """Places that nearly matched, for the report."""
+        return iter(())
+
+    def describe(self, m: M) -> str:
+        """The match in a few words for the report: shapes, dtypes, what is special."""
+        return ""
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if not getattr(cls, "__abstractmethods__", None):
+            for attribute in ("name", "summary"):
+                if not isinstance(getattr(cls, attribute, None), str) and attribute not in cls.__annotations__:
+                    raise TypeError(f"{cls.__name__} needs a class attribute {attribute!r}: a string, for the report")

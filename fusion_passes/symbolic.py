@@ -1,0 +1,22 @@
+"""Questions about sizes that may be symbolic, asked so that no answer adds a guard to the user's graph."""
+
+from __future__ import annotations
+
+import torch
+
+
+def known(condition: bool | torch.SymBool) -> bool:
+    """True where `condition` holds for every value of the symbolic sizes in it; what is not provable is False."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # half a second: only where it is needed
+
+    return statically_known_true(condition)
+
+
+def hint(size: int | torch.SymInt) -> int | None:
+    """The size seen while compiling, for judging profit only; None where a symbolic size has no known example."""
+    if isinstance(size, int):
+        return size
+    seen = getattr(size.node, "hint", None)
+    return seen if isinstance(seen, int) else None
