@@ -46,6 +46,29 @@ def _fresh():
     torch.compiler.reset()
 
 
+class StopCompilingError(Exception):
+    """Ends a compilation once its graph is seen: generating code would take most of a test's time."""
+
+
+@pytest.fixture
+def post_grad_graphs():
+    """``post_grad_graphs(model, *args, **kwargs)``: what Inductor's post-grad custom pass gets. Makes no code."""
+
+    def capture(model, *args, **kwargs):
+        graphs = []
+
+        def see(graph):
+            graphs.append(graph)
+            raise StopCompilingError
+
+        compiled = torch.compile(model, fullgraph=True, options={"post_grad_custom_post_pass": see})
+        with torch.no_grad(), pytest.raises(Exception, match="StopCompilingError"):
+            compiled(*args, **kwargs)
+        return graphs
+
+    return capture
+
+
 class Record:
     """Counts outcomes and writes them with what they were measured on. Leaves the exit status alone."""
 

@@ -68,15 +68,14 @@ class FP8Linear(nn.Module):
         layer.bias = None if linear.bias is None else linear.bias.detach().clone()
         return layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in_features] in bf16, fp16 or fp32. Returns [..., out_features] in the same dtype."""
-        if x.shape[-1] != self.in_features:
-            raise ValueError(f"expected [..., {self.in_features}], got {list(x.shape)}")
-        if self.input_scale.device != x.device:
-            raise ValueError(f"the scales are on {self.input_scale.device}, the input is on {x.device}; move the layer")
-        return self.matmul(quantize(x.reshape(-1, self.in_features), self.input_scale, FP8), x.dtype).reshape(
-            *x.shape[:-1], self.out_features
-        )
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [..., in_features] in bf16, fp16 or fp32. Returns [..., out_features] in the same dtype."""
+        if input.shape[-1] != self.in_features:
+            raise ValueError(f"expected [..., {self.in_features}], got {list(input.shape)}")
+        if self.input_scale.device != input.device:
+            raise ValueError(f"the scales are on {self.input_scale.device}, the input is on {input.device}")
+        codes = quantize(input.reshape(-1, self.in_features), self.input_scale, FP8)
+        return self.matmul(codes, input.dtype).reshape(*input.shape[:-1], self.out_features)
 
     def matmul(self, codes: Tensor, out_dtype: torch.dtype) -> Tensor:
         """The product alone, for codes that something else made with input_scale: fp8 [tokens, in_features]."""
