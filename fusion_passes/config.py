@@ -122,6 +122,10 @@ class PassConfig:
             return state
         return Switch.ON if rule.level <= self.level else Switch.OFF
 
+    def asked_for(self, rule: Rule[Any]) -> bool:
+        """Whether the user named this rule, by its switch or in `extra_fusions`: then it tells where it did not apply."""
+        return rule in self.extra_fusions or getattr(self, rule.name, None) is not None
+
     @property
     def required(self) -> tuple[str, ...]:
         """Names of the fusions that must apply somewhere."""

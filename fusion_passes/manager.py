@@ -82,7 +82,7 @@ class PostGradPassManager(inductor.CustomGraphPass):  # type: ignore[misc]
         if sites:
             fused = sum(site.status is MatchStatus.FUSED for site in sites)
             log.info("graph %s: %d of %d sites fused", graph_id, fused, len(sites))
-        self._check_required(sites)
+        self._judge(sites, misses)
 
     def _fuse(self, idioms: Idioms) -> tuple[list[Site], list[Node]]:
         """Try every rule in order.  Returns all sites, and the nodes whose place was taken."""
@@ -140,18 +140,20 @@ class PostGradPassManager(inductor.CustomGraphPass):  # type: ignore[misc]
             misses += idioms.near_misses
         return tuple(Miss(miss.what, miss.reason, source_line(miss.node) or miss.node.name) for miss in misses)
 
-    def _check_required(self, sites: list[Site]) -> None:
-        """Raise where a required fusion had places in this graph and took none.  A graph without a place says nothing,
-        since a model can be compiled in pieces: `Report.require` judges the whole."""
+    def _judge(self, sites: list[Site], misses: tuple[Miss, ...]) -> None:
+        """A fusion that was asked for by name and found places here but took none: raise where it is required, else warn.
+        A graph without a place says nothing, since a model can be compiled in pieces: `Report.require` judges the whole."""
         for rule in self.rules:
             mine = [site for site in sites if site.rule == rule.name]
-            if (
-                self.config.switch(rule) is Switch.REQUIRED
-                and mine
-                and not any(site.status is MatchStatus.FUSED for site in mine)
-            ):
-                reasons = "\n  ".join(f"{site.where}: {site.status}: {site.reason}" for site in mine)
-                raise RequiredFusionError(f"{rule.name} is required and no place in this graph took it:\n  {reasons}")
+            reasons = [f"{site.where}: {site.status}: {site.reason}" for site in mine]
+            reasons += [f"{miss.where}: {miss.reason}" for miss in misses if miss.what == rule.name]
+            if not reasons or any(site.status is MatchStatus.FUSED for site in mine):
+                continue
+            told = "\n  ".join(reasons)
+            if self.config.switch(rule) is Switch.REQUIRED and mine:
+                raise RequiredFusionError(f"{rule.name} is required and no place in this graph took it:\n  {told}")
+            if self.config.asked_for(rule):
+                log.warning("%s is on and was applied nowhere in this graph:\n  %s", rule.name, told)
 
 
 def _text(rule: Rule[Any], m: Match) -> str:

@@ -68,8 +68,11 @@ class TracedRule(Rule[TracedMatch]):
     @cached_property
     def _traced(self) -> GraphModule:
         try:
-            with FakeTensorMode() as mode:
-                inputs = [mode.from_tensor(t.to("meta") if t.device.type == "meta" else t) for t in self.example_inputs]
+            with FakeTensorMode():
+                # New tensors: one example given twice must not become one parameter.
+                inputs = [
+                    torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in self.example_inputs
+                ]
                 return _trace(self.search, inputs)
         except Exception as error:
             raise ValueError(f"{self.name}: search cannot be traced: {error}") from error
