@@ -1,0 +1,544 @@
+"""Quantize: static per-tensor FP8 quantisation, `cast(clamp(x / scale))`.
+
+Read upwards from the cast to FP8: casts, clamps and views in any order, one division or multiplication by a scale of
+one element, views, and an exact cast of x to a wider dtype.  A cast alone is a quantisation with scale 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fusion_passes.graph import VIEWS, argument, aten, calls, is_tensor, is_view, same_shape, through_views, value
+from fusion_passes.idioms import Idiom, NearMiss
+from fusion_passes.idioms.reading import (
+    CASTS,
+    DIVISIONS,
+    MULTIPLICATIONS,
+    Unread,
+    constant,
+    depends_on,
+    has_one_element,
+    is_cast,
+    is_exact_cast,
+    is_finite,
+    is_high_precision,
+    number,
+    op_name,
+    schema_name,
+    shape_of,
+)
+from fusion_passes.quant import FP8_DTYPES
+
+
+@dataclass(frozen=True, eq=False)
+class Quantize(Idiom):
+    """`output = views(cast(clamp(round(input / (scale * scale_factor)))))`.
+
+    input: the high-precision tensor before any cast of the quantisation.
+    scale: a tensor of one element (any rank, any float dtype), or None where the scale is the number `scale_factor`.
+        Scalar steps that only prepare it are read: `1 / s` becomes `s` with the other `inverse`, `s * 2` becomes
+        `scale_factor`, views and casts to a wider dtype fall away.  So `x * (1 / s)` is read as a division by s,
+        which is the same up to the last bit of fp32.
+    inverse: the graph multiplies by `scale * scale_factor` where it would divide.
+    clamp: the bounds applied before the cast, in the units of the codes (one may be infinite); None without a clamp.
+    rounding: "cast" where the cast rounds; "integer" where the graph rounds to whole numbers before.
+    compute_dtype: the narrowest dtype in which the quotient is held before it is cast.
+    opaque: the op's name where one op does it all, else None.
+    views: those that stand inside the chain, in graph order; the FP8 codes go through them too.
+    """
+
+    input: Node
+    scale: Node | None
+    scale_factor: float
+    inverse: bool
+    dtype: torch.dtype
+    clamp: tuple[float, float] | None
+    compute_dtype: torch.dtype
+    rounding: str = "cast"
+    opaque: str | None = None
+    views: tuple[Node, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """The tensors it reads: input, then scale where it is one."""
+        return (self.input,) if self.scale is None else (self.input, self.scale)
+
+    def reference(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """What it computes, in plain torch, from the values of `input` and `scale`; without the views."""
+        total: Tensor | float = self.scale_factor
+        if self.scale is not None:
+            if scale is None:
+                raise ValueError("this quantisation has a scale tensor: give its value")
+            total = scale.reshape(()).to(x.device, torch.float32) * self.scale_factor
+        y = x.float() * total if self.inverse else x.float() / total
+        y = y.to(self.compute_dtype).float()
+        if self.rounding == "integer":
+            y = y.round()
+        if self.clamp is not None:
+            y = y.clamp(*self.clamp)
+        return y.to(self.dtype)
+
+
+def recognize(graph: Graph) -> Iterator[Quantize | NearMiss]:
+    """Every static per-tensor FP8 quantisation of the graph, and what only looks like one.  Never raises."""
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        try:
+            found = _read(node)
+        except Unread as failure:
+            yield NearMiss(node, "quantize", failure.reason)
+        except Exception as error:
+            yield NearMiss(node, "quantize", f"could not be read: {error}")
+        else:
+            if found is not None:
+                yield found
+
+
+def _read(node: Node) -> Quantize | None:
+    if reader := OPAQUE.get(schema_name(node)):
+        return reader(node)
+    if not (calls(node, *CASTS) and is_tensor(node) and value(node).dtype in FP8_DTYPES and is_cast(node)):
+        return None
+    source = node.all_input_nodes[0]
+    if not is_high_precision(source):
+        return None  # from one FP8 dtype to another
+    return _Chain(node).read(source)
+
+
+class _Chain:
+    """One walk from a cast to FP8 up to the tensor that is quantised."""
+
+    def __init__(self, output: Node) -> None:
+        self.output = output
+        self.nodes = {output}
+        self.views: list[Node] = []
+        self.dtypes: set[torch.dtype] = set()
+        self.low, self.high = -math.inf, math.inf
+        self.rounding = "cast"
+        self.scale: Node | None = None
+        self.factor = 1.0
+        self.inverse = False
+
+    def read(self, source: Node) -> Quantize:
+        before_narrowing: tuple[Node, set[Node], list[Node], set[torch.dtype]] | None = None
+        below = current = source  # `below` is where the chain ends if nothing more of it is found
+        while True:
+            step, passed = through_views(current)
+            if is_cast(step):
+                if not is_exact_cast(step) and before_narrowing is None:
+                    before_narrowing = (below, set(self.nodes), list(self.views), set(self.dtypes))
+                self._take(step, passed)
+                self.dtypes.add(value(step).dtype)
+                below = current = step.all_input_nodes[0]
+                continue
+            if (operand := self._clamp_or_round(step)) is not None:
+                before_narrowing = None
+                self._take(step, passed)
+                self.dtypes.add(value(step).dtype)
+                below = current = operand
+                continue
+            break
+        operand = self._divided(step)
+        if operand is None:
+            # A narrowing cast with nothing of the quantisation before it is the producer's own rounding.
+            if before_narrowing is not None:
+                below, self.nodes, self.views, self.dtypes = before_narrowing
+            return self._finish(below)
+        self._take(step, passed)
+        self.dtypes.add(value(step).dtype)
+        return self._finish(self._widened(operand))
+
+    def _take(self, step: Node, passed: tuple[Node, ...]) -> None:
+        """`step` and the views behind it belong to the chain."""
+        self.nodes |= {step, *passed}
+        self.views[:0] = [node for node in passed if calls(node, *VIEWS)]
+
+    def _clamp_or_round(self, node: Node) -> Node | None:
+        """The operand of a clamp or of a rounding to whole numbers, which is recorded; None for anything else."""
+        if calls(node, aten.round.default):
+            self.rounding = "integer"
+            return _tensor(argument(node, 0, "self"))
+        if calls(node, aten.clamp.default, aten.clamp.Tensor, aten.hardtanh.default):
+            names = ("min_val", "max_val") if calls(node, aten.hardtanh.default) else ("min", "max")
+            default = (-1.0, 1.0) if calls(node, aten.hardtanh.default) else (None, None)
+            bounds = [argument(node, i, name, default[i - 1]) for i, name in enumerate(names, 1)]
+            low, high = bounds
+            self._bound(node, low=low, high=high)
+            return _tensor(argument(node, 0, "self"))
+        if calls(node, aten.clamp_min.default, aten.clamp_min.Tensor):
+            self._bound(node, low=argument(node, 1, "min"))
+            return _tensor(argument(node, 0, "self"))
+        if calls(node, aten.clamp_max.default, aten.clamp_max.Tensor):
+            self._bound(node, high=argument(node, 1, "max"))
+            return _tensor(argument(node, 0, "self"))
+        if calls(node, aten.minimum.default, aten.maximum.default):
+            left, right = argument(node, 0, "self"), argument(node, 1, "other")
+            if constant(left) is not None:
+                left, right = right, left
+            if constant(right) is None:
+                return None  # of two tensors: no clamp
+            if calls(node, aten.minimum.default):
+                self._bound(node, high=right)
+            else:
+                self._bound(node, low=right)
+            return _tensor(left)
+        return None
+
+    def _bound(self, node: Node, low: object = None, high: object = None) -> None:
+        """Narrow the range.  The walk goes up, so the bounds read so far are applied after this one."""
+        for bound, is_low in ((low, True), (high, False)):
+            if bound is None:
+                continue
+            limit = constant(bound)
+            if limit is None or math.isnan(limit):
+                raise Unread(node, f"clamps to {_show(bound)}, which is not a constant")
+            if is_low:
+                self.low = min(max(self.low, limit), self.high)
+            else:
+                self.high = max(min(self.high, limit), self.low)
+
+    def _divided(self, node: Node) -> Node | None:
+        """The operand of a division or multiplication by the scale, which is recorded; None for anything else."""
+        if not calls(node, *DIVISIONS, *MULTIPLICATIONS) or not is_tensor(node):
+            return None
+        left, right = node.args[:2]
+        if calls(node, *MULTIPLICATIONS) and _is_scalar(left) and not _is_scalar(right):
+            left, right = right, left
+        if not is_high_precision(left) or not isinstance(left, Node):
+            return None  # a number divided by a tensor
+        if not _is_scalar(right):
+            scale, *_ = _peel(right) if is_tensor(right) else (right,)
+            self._refuse_scale(node, left, scale)
+            return None
+        scale, factor, flipped = _peel(right)
+        if not same_shape(value(node).shape, value(left).shape):
+            raise Unread(node, f"the scale's shape broadcasts the tensor from {shape_of(left)} to {shape_of(node)}")
+        divides = calls(node, *DIVISIONS)
+        if scale is None:
+            divides = divides != flipped
+            flipped = False
+        if not is_finite(factor) or factor == 0.0:
+            raise Unread(node, f"the scale is {factor:g}")
+        # y = x / (factor * scale ** p) or y = x * (factor * scale ** p), with p = -1 where the scale was flipped.
+        self.scale = scale
+        self.inverse = divides == flipped
+        self.factor = 1.0 / factor if flipped else factor
+        return left
+
+    def _refuse_scale(self, node: Node, x: Node, scale: object) -> None:
+        """Say why an operand is no scale, unless this is the product or quotient of two whole tensors."""
+        if not isinstance(scale, Node):
+            raise Unread(node, f"the scale is {_show(scale)}, not a number or a tensor")
+        seen = scale.meta.get("val")
+        if isinstance(seen, (torch.SymFloat, torch.SymInt, torch.SymBool)):
+            raise Unread(node, f"the scale is a symbolic number ({type(seen).__name__}); make it a tensor")
+        if not isinstance(seen, Tensor):
+            raise Unread(node, f"the scale, {scale.name}, is not a tensor")
+        if has_one_element(scale):
+            raise Unread(node, f"the scale has dtype {_short(seen.dtype)}, not a floating-point one")
+        if same_shape(seen.shape, value(node).shape) and same_shape(value(x).shape, value(node).shape):
+            return
+        if len(seen.shape) and same_shape(seen.shape[-1:], [1]):
+            kind = "per-token"
+        elif same_shape(seen.shape, value(x).shape[-1:]):
+            kind = "per-channel"
+        else:
+            kind = "per-group or per-channel"
+        raise Unread(node, f"scale has shape {shape_of(scale)}: a {kind} quantisation, not a static per-tensor one")
+
+    def _widened(self, x: Node) -> Node:
+        """Walk on from the divided tensor through exact casts, and views between them."""
+        below = x
+        while True:
+            step, passed = through_views(below)
+            if not is_exact_cast(step):
+                break
+            self._take(step, passed)
+            below = step.all_input_nodes[0]
+        if calls(step, *DIVISIONS, *MULTIPLICATIONS) and _is_scalar(step.args[1]) != _is_scalar(step.args[0]):
+            raise Unread(step, f"scaled twice: {step.name} scales the tensor before the quantisation does")
+        return below
+
+    def _finish(self, x: Node) -> Quantize:
+        if not is_high_precision(x):
+            raise Unread(x, f"quantises {x.name}, which is not a high-precision floating-point tensor")
+        if self.scale is not None:
+            _check_scale(self.output, self.scale, x)
+        return Quantize(
+            output=self.output,
+            nodes=frozenset(self.nodes),
+            input=x,
+            scale=self.scale,
+            scale_factor=self.factor,
+            inverse=self.inverse,
+            dtype=value(self.output).dtype,
+            clamp=None if (self.low, self.high) == (-math.inf, math.inf) else (self.low, self.high),
+            compute_dtype=self._compute_dtype(value(x).dtype),
+            rounding=self.rounding,
+            views=tuple(self.views),
+        )
+
+    def _compute_dtype(self, input_dtype: torch.dtype) -> torch.dtype:
+        dtypes = self.dtypes or {input_dtype}
+        if {torch.float16, torch.bfloat16} <= dtypes:
+            raise Unread(self.output, "the quotient is rounded to float16 and to bfloat16")
+        return min(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+def _tensor(arg: object) -> Node | None:
+    return arg if isinstance(arg, Node) and is_tensor(arg) else None
+
+
+def _is_scalar(arg: object) -> bool:
+    """True for what can be a scale for a whole tensor: a number, or one element (of floating point) expanded."""
+    if number(arg) is not None:
+        return True
+    if not (isinstance(arg, Node) and is_tensor(arg) and value(arg).dtype.is_floating_point):
+        return False
+    scale, *_ = _peel(arg)
+    return scale is None or has_one_element(scale)
+
+
+def _peel(arg: object) -> tuple[Node | None, float, bool]:
+    """Read how a scale is prepared: (scale, factor, flipped) with `arg == factor * scale ** (-1 if flipped else 1)`.
+
+    Only steps that are exact, or done in fp32 or better, are looked through."""
+    factor, flipped = 1.0, False
+    while True:
+        fixed = constant(arg)
+        if fixed is not None:
+            if flipped:
+                factor, fixed = (factor / fixed if fixed else math.inf), 1.0
+            return None, factor * fixed, False
+        assert isinstance(arg, Node)
+        step = _peel_one(arg)
+        if step is None:
+            return arg, factor, flipped
+        arg, times, flips = step
+        factor = factor / times if flipped else factor * times
+        flipped ^= flips
+
+
+def _peel_one(node: Node) -> tuple[Node, float, bool] | None:
+    """One step up: `node == times * operand ** (-1 if flips else 1)`; None where it must not be looked through."""
+    if is_view(node) or calls(node, aten.expand.default) or is_exact_cast(node):
+        source = node.all_input_nodes[0]
+        return (source, 1.0, False) if is_tensor(source) else None
+    if not is_tensor(node) or not value(node).dtype.is_floating_point or value(node).dtype.itemsize < 4:
+        return None
+    if calls(node, aten.reciprocal.default) or (calls(node, aten.pow.Tensor_Scalar) and number(node.args[1]) == -1.0):
+        operand = _tensor(node.args[0])
+        return None if operand is None else (operand, 1.0, True)
+    if not calls(node, *DIVISIONS, *MULTIPLICATIONS):
+        return None
+    left, right = node.args[:2]
+    for tensor, other, swapped in ((left, right, False), (right, left, True)):
+        by, operand = constant(other), _tensor(tensor)
+        if by is None or operand is None or by == 0.0 or not is_finite(by):
+            continue
+        if calls(node, *MULTIPLICATIONS):
+            return operand, by, False
+        return operand, by if swapped else 1.0 / by, swapped
+    return None
+
+
+def _check_scale(node: Node, scale: Node, x: Node) -> None:
+    if value(scale).device != value(x).device:
+        raise Unread(
+            node,
+            f"the scale is on {value(scale).device} and the tensor on {value(x).device}: make the scale a buffer, "
+            "so that .to(device) moves it",
+        )
+    root, _ = through_views(x)
+    if depends_on(scale, root):
+        raise Unread(node, "the scale is computed in the graph from the tensor itself: a dynamic quantisation")
+
+
+def _show(arg: object) -> str:
+    return arg.name if isinstance(arg, Node) else repr(arg)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _opaque(
+    node: Node,
+    scale: object,
+    dtype: torch.dtype,
+    *,
+    clamp: tuple[float, float],
+    rounding: str = "cast",
+) -> Quantize:
+    """A Quantize that one op does: divides in fp32 by `scale`, rounds, clamps and casts."""
+    x = _tensor(argument(node, 0, "input"))
+    if x is None or not is_high_precision(x):
+        raise Unread(node, f"the input of {op_name(node)} is not a high-precision tensor")
+    chain = _Chain(node)
+    chain.rounding = rounding
+    chain.low, chain.high = clamp
+    chain.dtypes = {torch.float32}
+    if not _is_scalar(scale):
+        chain._refuse_scale(node, x, scale)
+        raise Unread(node, f"scale has shape {_show(scale)}: not a static per-tensor quantisation")
+    chain.scale, factor, flipped = _peel(scale)
+    if not is_finite(factor) or factor == 0.0:
+        raise Unread(node, f"the scale is {factor:g}")
+    chain.inverse, chain.factor = flipped, 1.0 / factor if flipped else factor
+    found = chain._finish(chain._widened(x))
+    return Quantize(**{**vars(found), "dtype": dtype, "opaque": op_name(node)})
+
+
+def _read_quantized_decomposed(node: Node) -> Quantize | None:
+    """`quantize_per_tensor(input, scale, zero_point, quant_min, quant_max, dtype)`: whole numbers, also for FP8."""
+    dtype = argument(node, 5, "dtype")
+    if dtype not in FP8_DTYPES or not isinstance(dtype, torch.dtype):
+        return None
+    zero_point = constant(argument(node, 2, "zero_point"))
+    if zero_point != 0.0:
+        shown = "not known" if zero_point is None else f"{zero_point:g}"
+        raise Unread(node, f"the zero point of {op_name(node)} is {shown}, not 0")
+    low, high = constant(argument(node, 3, "quant_min")), constant(argument(node, 4, "quant_max"))
+    if low is None or high is None:
+        raise Unread(node, f"the range of {op_name(node)} is not constant")
+    return _opaque(node, argument(node, 1, "scale"), dtype, clamp=(low, high), rounding="integer")
+
+
+def _read_torchao(node: Node) -> Quantize | None:
+    """`quantize_affine_float8_non_decomposed(tensor, scale, float8_dtype)`."""
+    return _read_saturating(node, "float8_dtype", torch.float8_e4m3fn)
+
+
+def _read_own(node: Node) -> Quantize | None:
+    """`quantize_fp8(x, scale, dtype)`."""
+    return _read_saturating(node, "dtype", None)
+
+
+def _read_saturating(node: Node, name: str, default: torch.dtype | None) -> Quantize | None:
+    """An op (x, scale, dtype) that divides in fp32 and saturates to the range of the dtype."""
+    dtype = argument(node, 2, name, default)
+    if dtype not in FP8_DTYPES or not isinstance(dtype, torch.dtype):
+        return None
+    limit = torch.finfo(dtype).max
+    return _opaque(node, argument(node, 1, "scale"), dtype, clamp=(-limit, limit))
+
+
+OPAQUE: dict[str, Callable[[Node], Quantize | None]] = {
+    "quantized_decomposed::quantize_per_tensor": _read_quantized_decomposed,
+    "torchao::quantize_affine_float8_non_decomposed": _read_torchao,
+    "fusion_passes::quantize_fp8": _read_own,
+}
+"""Ops that quantise in one call, by name, so that the packages that define them need not be there; one row per op."""
+
+
+def _limit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
+
+
+def _divide(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x / scale).clamp(-_limit(dtype), _limit(dtype)).to(dtype)
+
+
+def _divide_in_fp32(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.float() / scale).clamp(-_limit(dtype), _limit(dtype)).to(dtype)
+
+
+def _multiply_reciprocal(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.float() * scale.reciprocal()).clamp(-_limit(dtype), _limit(dtype)).to(dtype)
+
+
+def _multiply_one_over(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x * (1 / scale)).clamp(-_limit(dtype), _limit(dtype)).to(dtype)
+
+
+def _multiply(x: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x * inv_scale).clamp(-_limit(dtype), _limit(dtype)).to(dtype)
+
+
+def _multiply_from_left(x: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (inv_scale * x.float()).clamp(-_limit(dtype), _limit(dtype)).to(dtype)
+
+
+def _scale_as_number(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x / 0.37).clamp(-_limit(dtype), _limit(dtype)).to(dtype)
+
+
+def _inverse_as_number(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x * 2.5).clamp(-_limit(dtype), _limit(dtype)).to(dtype)
+
+
+def _scale_with_factor(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.float() / (scale * 2.0)).clamp(-_limit(dtype), _limit(dtype)).to(dtype)
+
+
+def _scale_reshaped(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.float() / scale.reshape(1, 1).expand(x.shape[0], 1)).clamp(-_limit(dtype), _limit(dtype)).to(dtype)
+
+
+def _clamp_max_first(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x / scale).clamp_max(_limit(dtype)).clamp_min(-_limit(dtype)).to(dtype)
+
+
+def _minimum_maximum(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    limit = torch.full((), _limit(dtype), device=x.device)
+    return torch.maximum(torch.minimum(x.float() / scale, limit), -limit).to(dtype)
+
+
+def _hardtanh(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.nn.functional.hardtanh(x.float() / scale, -_limit(dtype), _limit(dtype)).to(dtype)
+
+
+def _clamp_above_only(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x / scale).clamp(max=_limit(dtype)).to(dtype)
+
+
+def _no_clamp(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x / scale).to(dtype)
+
+
+def _rounded_before_the_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.float() / scale).clamp(-_limit(dtype), _limit(dtype)).to(torch.bfloat16).to(dtype)
+
+
+def _views_between(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    y = (x.float() / scale).reshape(-1, 2, x.shape[-1] // 2).clamp(-_limit(dtype), _limit(dtype))
+    return y.transpose(0, 1).to(dtype)
+
+
+def _to_whole_numbers(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.float() / scale).round().clamp(-_limit(dtype), _limit(dtype)).to(dtype)
+
+
+def _cast_only(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
+SPELLINGS: dict[str, Callable[[Tensor, Tensor, torch.dtype], Tensor]] = {
+    "divide": _divide,
+    "divide in fp32": _divide_in_fp32,
+    "multiply by the reciprocal": _multiply_reciprocal,
+    "multiply by one over the scale": _multiply_one_over,
+    "multiply by an inverse scale": _multiply,
+    "multiply from the left": _multiply_from_left,
+    "scale as a number": _scale_as_number,
+    "inverse scale as a number": _inverse_as_number,
+    "scale with a factor": _scale_with_factor,
+    "scale reshaped and expanded": _scale_reshaped,
+    "clamp_max before clamp_min": _clamp_max_first,
+    "minimum and maximum": _minimum_maximum,
+    "hardtanh": _hardtanh,
+    "clamp above only": _clamp_above_only,
+    "no clamp": _no_clamp,
+    "rounded to bf16 before the cast": _rounded_before_the_cast,
+    "views between the steps": _views_between,
+    "to whole numbers": _to_whole_numbers,
+    "cast only": _cast_only,
+}
+"""What is read as a `Quantize`: (x [tokens, hidden], scale of one element, FP8 dtype) -> codes."""

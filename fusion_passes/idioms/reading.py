@@ -1,0 +1,126 @@
+"""What the readers of idioms share: constants, scalar factors, and how a reading fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Node
+
+from fusion_passes.graph import argument, aten, calls, is_tensor, is_view, prims, same_shape, value
+
+CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
+MULTIPLICATIONS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
+DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar})
+FILLS = frozenset({aten.full.default, aten.scalar_tensor.default})
+
+
+class Unread(Exception):
+    """The reading stopped at `node`: the reason is a sentence for the user."""
+
+    def __init__(self, node: Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+        self.reason = reason
+
+
+def number(arg: object) -> float | None:
+    """A Python number in the graph (no symbolic one, no bool), or None."""
+    return float(arg) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else None
+
+
+def constant(arg: object) -> float | None:
+    """The number that every element of `arg` is: a Python number, or a tensor filled with one; None if unknown."""
+    while isinstance(arg, Node):
+        if calls(arg, aten.full.default):
+            filled = argument(arg, 1, "fill_value")
+        elif calls(arg, aten.scalar_tensor.default):
+            filled = argument(arg, 0, "s")
+        elif (is_view(arg) or calls(arg, aten.expand.default, *CASTS)) and arg.all_input_nodes:
+            arg = arg.all_input_nodes[0]
+            continue
+        else:
+            return None
+        if isinstance(filled, bool):
+            return float(filled)
+        known_value = number(filled)
+        if known_value is None or not is_tensor(arg):
+            return known_value
+        dtype = value(arg).dtype
+        return float(torch.tensor(known_value, dtype=dtype)) if dtype.is_floating_point else known_value
+    return number(arg)
+
+
+def is_cast(node: object) -> bool:
+    """True for a cast between floating-point dtypes."""
+    if not (isinstance(node, Node) and calls(node, *CASTS) and node.all_input_nodes and is_tensor(node)):
+        return False
+    source = node.all_input_nodes[0]
+    return is_tensor(source) and value(source).dtype.is_floating_point and value(node).dtype.is_floating_point
+
+
+def is_exact_cast(node: object) -> bool:
+    """True for a floating-point cast that loses nothing: to the same dtype, or from 16 to 32 bits and the like."""
+    if not (isinstance(node, Node) and is_cast(node)):
+        return False
+    before, after = value(node.all_input_nodes[0]).dtype, value(node).dtype
+    return before == after or 2 <= before.itemsize < after.itemsize
+
+
+def is_high_precision(node: object) -> bool:
+    """True for a floating-point tensor of 16 bits or more."""
+    return isinstance(node, Node) and is_tensor(node) and _high_precision(value(node).dtype)
+
+
+def _high_precision(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize >= 2
+
+
+def has_one_element(node: Node) -> bool:
+    """True where the tensor has provably one element, whatever its rank."""
+    shape = value(node).shape
+    return same_shape(shape, [1] * len(shape))
+
+
+def is_finite(*numbers: float) -> bool:
+    """True where no number is an infinity or a NaN."""
+    return all(math.isfinite(x) for x in numbers)
+
+
+def depends_on(node: Node, target: Node) -> bool:
+    """True where `node` is computed from `target`."""
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current is target:
+            return True
+        if current not in seen:
+            seen.add(current)
+            stack.extend(current.all_input_nodes)
+    return False
+
+
+def shape_of(node: Node) -> str:
+    """The shape as a user reads it: `[s0, 1]`."""
+    return "[" + ", ".join(str(size) for size in value(node).shape) + "]"
+
+
+def op_name(node: Node) -> str:
+    """The op of a node as a user knows it: `aten.tanh`, or the node's own name where it is no call."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return str(schema.name).replace("::", ".")
+    return getattr(node.target, "__name__", node.name) if node.op == "call_function" else node.name
+
+
+def schema_name(node: Node) -> str:
+    """`namespace::op` without the overload, or "" for what is no torch op."""
+    schema = getattr(node.target, "_schema", None)
+    return str(schema.name) if node.op == "call_function" and schema is not None else ""
+
+
+def join(nodes: Iterable[Node]) -> str:
+    """Names of nodes, for a sentence."""
+    return ", ".join(node.name for node in nodes)
