@@ -66,11 +66,11 @@ class PostGradPassManager(inductor.CustomGraphPass):  # type: ignore[misc]
             idioms = recognize(graph) if self.rules else Idioms(graph, [], [])
         dump.idioms(idioms)
         with _timed(seconds, "fuse"):
-            sites, dead = self._fuse(idioms)
+            sites, taken = self._fuse(idioms)
         dump.graph("fused", graph)
         with _timed(seconds, "clean"):
-            if dead:
-                erase_dead(dead)
+            if taken:
+                erase_dead(taken)
                 graph.lint()
         dump.graph("after", graph)
 
@@ -84,10 +84,9 @@ class PostGradPassManager(inductor.CustomGraphPass):  # type: ignore[misc]
             log.info("graph %s: %d of %d sites fused", graph_id, fused, len(sites))
         self._judge(sites, misses)
 
-    def _fuse(self, idioms: Idioms) -> tuple[list[Site], list[Node]]:
+    def _fuse(self, idioms: Idioms) -> tuple[list[Site], set[Node]]:
         """Try every rule in order.  Returns all sites, and the nodes whose place was taken."""
         sites: list[Site] = []
-        dead: list[Node] = []
         taken: set[Node] = set()
         for rule in self.rules:
             try:
@@ -105,8 +104,7 @@ class PostGradPassManager(inductor.CustomGraphPass):  # type: ignore[misc]
                 log.debug("%s %s at %s%s", status, rule.name, where, f": {reason}" if reason else "")
                 if status is MatchStatus.FUSED:
                     taken |= m.nodes
-                    dead.append(m.output)
-        return sites, dead
+        return sites, taken
 
     def _apply(self, rule: Rule[Any], m: Match, graph: Graph) -> tuple[MatchStatus, str]:
         """Decide about one match and rewrite it.  Whatever goes wrong, the graph is as before and the reason is told."""

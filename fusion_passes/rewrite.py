@@ -12,7 +12,7 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
-from fusion_passes.graph import outside_users, same_layout, same_shape, target_name, value, written_between
+from fusion_passes.graph import mutated_nodes, outside_users, same_layout, same_shape, target_name, value, written_between
 from fusion_passes.rule import DeclinedError, Match
 
 PROVENANCE = ("stack_trace", "nn_module_stack", "original_aten", "from_node", "custom", "mutation_region_id")
@@ -83,13 +83,19 @@ def check_replacement(old: Node, new: Node) -> None:
         )
 
 
-def erase_dead(roots: Iterable[Node]) -> None:
-    """Erase these nodes and whatever is used by nothing else any more.  Only their ancestors are looked at, and an op
-    with a side effect stays."""
-    work = list(roots)
+def erase_dead(covered: Iterable[Node]) -> None:
+    """Erase the nodes that fusions took the place of, then what only they had used.
+
+    Nothing else is looked at.  An op that writes to memory stays; so does one that draws random numbers, unless it is
+    covered: SDPA counts as one although it drops nothing out.
+    """
+    covered = set(covered)
+    work = [node for node in covered if not node.users]
     while work:
         node = work.pop()
-        if node._erased or node.users or node.op not in ("call_function", "get_attr") or node.is_impure():
+        if node._erased or node.users or node.op not in ("call_function", "get_attr"):
+            continue
+        if any(mutated_nodes(node)) or (node not in covered and node.is_impure()):
             continue
         inputs = node.all_input_nodes
         node.graph.erase_node(node)
