@@ -9,6 +9,7 @@ which adds no guard: what is not provable is "no".
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -42,6 +43,9 @@ it moves elements, it does not change them."""
 
 COPIES = frozenset({aten.clone.default, aten.contiguous.default})
 """Of `VIEWS`, those that exist only to change the memory layout."""
+
+
+_OWN_LAYERS = tuple(f"{Path(__file__).parent}/{name}" for name in ("nn/", "ops/", "quant.py"))
 
 
 def target_name(node: Node) -> str:
@@ -176,16 +180,23 @@ def written_between(first: Node, last: Node, inputs: Iterable[Node]) -> Node | N
 
 
 def source_line(node: Node) -> str:
-    """Where the user's code made this node, as `file:line: code`, or "" where the graph does not say."""
+    """Where the user's code made this node, as `file:line: code`, or "" where the graph does not say.
+
+    The innermost frame that is not in this package's own layers: who calls `FP8Linear` wants to see the call.
+    """
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines() if line.strip()]
+    innermost = ""
     for i in range(len(lines) - 1, -1, -1):
         if lines[i].startswith("File "):
             file, _, rest = lines[i].removeprefix('File "').partition('", line ')
             number = rest.split(",")[0]
             code = lines[i + 1] if i + 1 < len(lines) and not lines[i + 1].startswith("File ") else ""
-            return f"{file}:{number}: {code}".rstrip(": ")
-    return ""
+            told = f"{file}:{number}: {code}".rstrip(": ")
+            if not file.startswith(_OWN_LAYERS):
+                return told
+            innermost = innermost or told
+    return innermost
 
 
 def find_calls(graph: Graph, targets: Iterable[object]) -> list[Node]:

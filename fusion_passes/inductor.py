@@ -8,8 +8,8 @@ cache does not run the pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -86,6 +86,12 @@ def chained_options(
     return merged
 
 
+def without(options: Mapping[str, Any], kind: type[CustomGraphPass]) -> dict[str, Any]:
+    """`options` with all but the passes of one kind: what they are compared with."""
+    kept = [p for p in passes_in(options.get(HOOK)) if not isinstance(p, kind)]
+    return {**options, HOOK: hook_value(kept) if kept else None}
+
+
 def patched(manager: CustomGraphPass) -> AbstractContextManager[None]:
     """A context in which every compilation runs `manager` behind whatever pass is set globally."""
     return cast(
@@ -114,3 +120,28 @@ def marked_graphs() -> dict[str, int]:
     """Graph ids whose code was compiled or loaded in this process, with how often."""
     counters = torch._dynamo.utils.counters["inductor"]
     return {name.removeprefix(_COUNTER): n for name, n in counters.items() if name.startswith(_COUNTER)}
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """A context in which every graph is compiled, none taken from Inductor's or AOTAutograd's cache."""
+    import torch._functorch.config
+
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
+    ):
+        yield
+
+
+def compile_counts() -> dict[str, int]:
+    """How much was compiled in this process so far: graphs, graph breaks, Triton or C++ kernels, calls of other ops."""
+    from torch._inductor import metrics
+
+    counters = torch._dynamo.utils.counters
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "graph_breaks": sum(counters["graph_break"].values()),
+        "generated_kernels": metrics.generated_kernel_count,
+        "external_calls": counters["inductor"]["extern_calls"],
+    }
