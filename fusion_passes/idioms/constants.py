@@ -1,0 +1,86 @@
+"""Tensors that the graph computes from constants alone, such as the causal mask that a model builds from `arange`.
+
+Reading every way to write such a mask is hopeless (Hugging Face's passes through cumulative sums and gathers); running
+it is simple.  Nothing depends on an input, so the value while compiling is the value of every call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Node
+
+from fusion_passes.graph import is_tensor, mutated_nodes, value
+
+MAX_NODES = 200
+MAX_ELEMENTS = 2**28
+"""Of all tensors on the way together: a mask of 16384 x 16384 and no more, a quarter of a second."""
+
+_causal: WeakKeyDictionary[Node, bool] = WeakKeyDictionary()
+
+
+def is_causal(mask: Node) -> bool:
+    """True where `mask` [..., q_len, kv_len] is bool, made from constants, and is the lower triangle, aligned at the top
+    left, in every batch and head.  False where it depends on an input or a symbolic size, or is too large to run."""
+    if mask not in _causal:
+        _causal[mask] = _is_lower_triangle(mask)
+    return _causal[mask]
+
+
+def _is_lower_triangle(mask: Node) -> bool:
+    if not is_tensor(mask) or value(mask).dtype is not torch.bool or value(mask).ndim < 2:
+        return False
+    result = evaluate(mask)
+    if result is None:
+        return False
+    q_len, kv_len = result.shape[-2:]
+    return torch.equal(result, torch.ones(q_len, kv_len, dtype=torch.bool).tril().expand_as(result))
+
+
+def evaluate(node: Node) -> Tensor | None:
+    """The value of `node` on the CPU, where it is made from constants alone; else None."""
+    order = _constant_ancestors(node)
+    if order is None:
+        return None
+    values: dict[Node, Any] = {}
+    with unset_fake_temporarily(), torch.no_grad():
+        for current in order:
+            args, kwargs = torch.fx.node.map_arg((current.args, current.kwargs), values.__getitem__)
+            if "device" in kwargs:
+                kwargs = kwargs | {"device": torch.device("cpu")}
+            values[current] = current.target(*args, **kwargs)  # type: ignore[operator]
+    result = values[node]
+    return result if isinstance(result, Tensor) else None
+
+
+def _constant_ancestors(node: Node) -> list[Node] | None:
+    """`node` and all that it is computed from, in order; None if an input, a symbolic size, a random number or a side
+    effect is among it, or it is too much."""
+    elements = 0
+    found: set[Node] = set()
+    work = [node]
+    while work:
+        current = work.pop()
+        if current in found:
+            continue
+        found.add(current)
+        schema = getattr(current.target, "_schema", None)
+        val = current.meta.get("val")
+        if (
+            current.op != "call_function"
+            or schema is None
+            or any(mutated_nodes(current))
+            or torch.Tag.nondeterministic_seeded in getattr(current.target, "tags", ())
+            or not isinstance(val, Tensor)
+            or not all(isinstance(size, int) for size in val.shape)
+        ):
+            return None
+        elements += val.numel()
+        if len(found) > MAX_NODES or elements > MAX_ELEMENTS:
+            return None
+        work.extend(current.all_input_nodes)
+    return sorted(found)
