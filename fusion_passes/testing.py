@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 INPUTS = "fusion_passes_inputs"
 """Key of the owning module's meta under which a captured graph keeps the values that it was run with."""
@@ -132,12 +133,12 @@ def capture_cuda(fn: Callable[..., Any], *args: Any, backend: str = "cudnn", **k
         recorded.append(_copy(graph))
 
     with ExitStack() as stack:
-        stack.enter_context(_padding_without_cuda())
+        stack.enter_context(_without_cuda())
         for context in (mode, torch.no_grad(), enable_python_dispatcher(), V.set_fake_mode(mode)):
             stack.enter_context(context)
-        stack.enter_context(ExpandSDPA(backend))
         functional = dispatch_functionalize(flat, mode=FunctionalTensorMode())
-        gm = make_fx(functional, select_decomp_table(), tracing_mode="real")(*fakes)
+        with ExpandSDPA(backend):
+            gm = make_fx(functional, select_decomp_table(), tracing_mode="real")(*fakes)
         gm.graph.eliminate_dead_code()
         gm.recompile()
         gm = joint_graph_passes(gm) or gm
@@ -168,8 +169,11 @@ def _fake_cuda(tensor: Tensor, mode: FakeTensorMode) -> FakeTensor:
 
 
 @contextmanager
-def _padding_without_cuda() -> Iterator[None]:
-    """Let fake CUDA tensors be padded by a torch without CUDA, whose own kernel looks for a device."""
+def _without_cuda() -> Iterator[None]:
+    """Let fake CUDA tensors be traced by a torch that has no CUDA: what would look for a device is done without it."""
+    if torch.cuda.is_available():
+        yield
+        return
     from torch._subclasses import fake_impls
 
     def pad(fake_mode: FakeTensorMode, func: Any, x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
@@ -178,8 +182,50 @@ def _padding_without_cuda() -> Iterator[None]:
             shape[-1 - i] += pad[2 * i] + pad[2 * i + 1]
         return x.new_empty(shape)
 
-    with mock.patch.dict(fake_impls.op_implementations_dict, {aten.constant_pad_nd.default: pad}):
+    table = {aten.constant_pad_nd.default: pad}
+    with mock.patch.dict(fake_impls.op_implementations_dict, table), _WithoutCUDA():
         yield
+
+
+class _WithoutCUDA(TorchFunctionMode):
+    """`x[...]` by the ops that it stands for, and Inductor's constant folding, which makes real tensors, on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.__getitem__:
+            items = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items):
+                return _index(args[0], list(items))
+        if "device" in kwargs and _get_current_dispatch_mode() is None:
+            kwargs = _on_cpu(kwargs)
+        return func(*args, **kwargs)
+
+
+def _index(x: Tensor, items: list[Any]) -> Tensor:
+    rest = x.ndim - sum(item is not None and item is not Ellipsis for item in items)
+    at = items.index(Ellipsis) if Ellipsis in items else len(items)
+    items[at : at + 1] = [slice(None)] * rest
+    dim = 0
+    for item in items:
+        if type(item) is int:
+            x = x.select(dim, item)
+            continue
+        if item is None:
+            x = x.unsqueeze(dim)
+        elif item != slice(None):
+            x = aten.slice.Tensor(x, dim, item.start, item.stop, 1 if item.step is None else item.step)
+        dim += 1
+    return x
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of an op that makes a tensor, for the CPU."""
+    device = kwargs.get("device")
+    return (
+        {**kwargs, "device": torch.device("cpu")}
+        if device is not None and torch.device(device).type == "cuda"
+        else kwargs
+    )
 
 
 # What scaled_dot_product_attention becomes on CUDA: ATen/native/transformers/attention.cpp, torch 2.11 to 2.13
@@ -226,7 +272,8 @@ def _efficient(
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool) -> Tensor:
-    return aten._scaled_dot_product_attention_math(q, k, v, mask, 0.0, causal, None, scale=scale, enable_gqa=gqa)[0]
+    bias = _bool_to_additive(mask, q.dtype)
+    return aten._scaled_dot_product_attention_math(q, k, v, bias, 0.0, causal, None, scale=scale, enable_gqa=gqa)[0]
 
 
 EXPANSIONS: Mapping[str, Callable[..., Tensor]] = {
@@ -270,8 +317,7 @@ class _OnCPU(Interpreter):
     """Runs a graph on the device of its inputs, the attention ops of CUDA by the math form on the CPU."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if "device" in kwargs and kwargs["device"] is not None and torch.device(kwargs["device"]).type == "cuda":
-            kwargs = {**kwargs, "device": torch.device("cpu")}
+        kwargs = _on_cpu(kwargs)
         name = getattr(target, "_schema", None) and target._schema.name
         if name in _ATTENTION_ARGUMENTS:
             names = [argument.name for argument in target._schema.arguments]

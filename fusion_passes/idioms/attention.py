@@ -295,18 +295,16 @@ class _Mask:
         self.is_causal = False
 
     def add(self, mask: object) -> None:
-        """An additive mask, or a bool one (True = attend)."""
+        """An additive mask; one that is 0 and -inf by a bool mask counts as that bool mask."""
         if not isinstance(mask, Node) or not is_tensor(mask):
             raise Unread(self.anchor, f"the mask is {_show(mask)}, not a tensor")
         mask = _unpadded_mask(mask)
-        if value(mask).dtype == torch.bool:
-            self.keep(mask)
-        elif (keep := self._filled(mask)) is not None:
+        if (keep := self._filled(mask)) is not None:
             self.keep(*keep)
         elif value(mask).dtype.is_floating_point:
             self._set(mask, "float")
         else:
-            raise Unread(self.anchor, f"the mask has dtype {value(mask).dtype}")
+            raise Unread(self.anchor, f"a mask of {value(mask).dtype} is added to the scores")
 
     def keep(self, mask: Node, negated: bool = False) -> None:
         """A bool mask: True = attend, or with `negated` True = do not."""
