@@ -8,6 +8,7 @@ which adds no guard: what is not provable is "no".
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -197,6 +198,17 @@ def source_line(node: Node) -> str:
                 return told
             innermost = innermost or told
     return innermost
+
+
+def place(node: Node) -> str:
+    """Where a reader of a report finds `node`: the module that it runs in, then the source line; its name without both.
+
+    A line of a library (transformers has one call of SDPA for all models) does not tell the layers apart, the module does.
+    """
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    path = re.sub(r"^L\['(\w+)'\]\.?", "", str(modules[-1][0])) if modules else ""
+    path = path.removeprefix("_modules.").replace("['", "").replace("']", "")
+    return ", ".join(part for part in (path, source_line(node)) if part) or node.name
 
 
 def find_calls(graph: Graph, targets: Iterable[object]) -> list[Node]:

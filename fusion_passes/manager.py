@@ -20,7 +20,7 @@ from fusion_passes import compiled, inductor
 from fusion_passes.config import PassConfig, Profitability, Switch
 from fusion_passes.debug import GraphDump
 from fusion_passes.fusions import FUSIONS
-from fusion_passes.graph import source_line
+from fusion_passes.graph import place
 from fusion_passes.idioms import Idioms, NearMiss, recognize
 from fusion_passes.report import GraphReport, Miss, Report, RequiredFusionError, Site
 from fusion_passes.rewrite import Insertion, check_replacement, check_side_effects, erase_dead
@@ -97,7 +97,7 @@ class PostGradPassManager(inductor.CustomGraphPass):  # type: ignore[misc]
             for m in matches:
                 if m.nodes & taken:
                     continue
-                where = source_line(m.output) or m.output.name
+                where = place(m.site)
                 what = _text(rule, m)
                 status, reason = self._apply(rule, m, idioms.graph)
                 sites.append(Site(rule.name, status, reason, where, what))
@@ -136,7 +136,7 @@ class PostGradPassManager(inductor.CustomGraphPass):  # type: ignore[misc]
                 log.warning("%s cannot explain itself: %s", rule.name, _sentence(error))
         if idle:
             misses += idioms.near_misses
-        return tuple(Miss(miss.what, miss.reason, source_line(miss.node) or miss.node.name) for miss in misses)
+        return tuple(Miss(miss.what, miss.reason, place(miss.node)) for miss in misses)
 
     def _judge(self, sites: list[Site], misses: tuple[Miss, ...]) -> None:
         """A fusion that was asked for by name and found places here but took none: raise where it is required, else warn.

@@ -24,7 +24,7 @@ class Site:
     reason: str
     """Why it was declined; "" where it was fused."""
     where: str
-    """The user's source line, or the node's name where the graph has no line."""
+    """The module and the user's source line; the node's name where the graph knows neither."""
     what: str
     """Shapes, dtypes and options in a few words."""
 

@@ -66,6 +66,11 @@ class Match:
     nodes: frozenset[Node]
     inputs: tuple[Node, ...]
 
+    @property
+    def site(self) -> Node:
+        """The node whose place in the user's model the report names."""
+        return self.output
+
     def require(self, condition: bool | torch.SymBool, reason: str) -> None:
         """Decline with `reason` unless `condition` provably holds; a symbolic condition adds no guard."""
         if not known(condition):

@@ -53,6 +53,11 @@ class AttentionQuantMatch(Match):
     quantize: Quantize
     views: tuple[Node, ...]
 
+    @property
+    def site(self) -> Node:
+        """The attention: it tells the layers of a model apart."""
+        return self.attention.output
+
 
 @dataclass(frozen=True)
 class AttentionQuant(Rule[AttentionQuantMatch]):
