@@ -80,7 +80,7 @@ class Record:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # Set-up and tear-down count only when they decide the outcome.
         if report.when == "call" or report.outcome != "passed":
-            self.counts[report.outcome] += 1
+            self.counts["xfailed" if hasattr(report, "wasxfail") else report.outcome] += 1
             if report.failed:
                 self.failed.append(report.nodeid)
 
