@@ -145,3 +145,21 @@ def compile_counts() -> dict[str, int]:
         "generated_kernels": metrics.generated_kernel_count,
         "external_calls": counters["inductor"]["extern_calls"],
     }
+
+
+def cache_directory() -> str:
+    """Where Inductor keeps compiled code."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(cache_dir())
+
+
+def cache_settings() -> dict[str, bool]:
+    """The caches of compiled graphs, and whether they are on."""
+    import torch._functorch.config
+
+    off = torch._inductor.config.force_disable_caches
+    return {
+        "FX graph cache": torch._inductor.config.fx_graph_cache and not off,
+        "AOTAutograd cache": torch._functorch.config.enable_autograd_cache and not off,
+    }

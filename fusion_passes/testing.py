@@ -137,7 +137,8 @@ def capture_cuda(fn: Callable[..., Any], *args: Any, backend: str = "cudnn", **k
         for context in (mode, torch.no_grad(), enable_python_dispatcher(), V.set_fake_mode(mode)):
             stack.enter_context(context)
         functional = dispatch_functionalize(flat, mode=FunctionalTensorMode())
-        with ExpandSDPA(backend):
+        compiling = mock.patch("torch.compiler._is_compiling_flag", True)  # or models look at values, as if run
+        with ExpandSDPA(backend), compiling:
             gm = make_fx(functional, select_decomp_table(), tracing_mode="real")(*fakes)
         gm.graph.eliminate_dead_code()
         gm.recompile()
@@ -196,6 +197,8 @@ class _WithoutCUDA(TorchFunctionMode):
             items = args[1] if isinstance(args[1], tuple) else (args[1],)
             if all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items):
                 return _index(args[0], list(items))
+            if all(isinstance(item, Tensor) or item == slice(None) for item in items):
+                return aten.index.Tensor(args[0], [item if isinstance(item, Tensor) else None for item in items])
         if "device" in kwargs and _get_current_dispatch_mode() is None:
             kwargs = _on_cpu(kwargs)
         return func(*args, **kwargs)

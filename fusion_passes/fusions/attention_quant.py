@@ -194,7 +194,12 @@ def _best_layout(m: AttentionQuantMatch) -> str:
                 x = y
         return not same_layout(x, value(m.output)), copies
 
-    return min(LAYOUTS, key=cost)
+    costs = {}
+    for layout in LAYOUTS:
+        costs[layout] = cost(layout)
+        if costs[layout] == (False, 0):
+            break
+    return min(costs, key=costs.__getitem__)
 
 
 def _is_alias(x: Tensor, y: Tensor) -> bool:

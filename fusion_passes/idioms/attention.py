@@ -455,7 +455,7 @@ def _position(node: object) -> str | None:
         return None
     shape = value(node).shape
     source = node
-    while is_view(source) or calls(source, aten.expand.default):
+    while is_view(source) or calls(source, aten.expand.default) or _adds_zero(source):
         if calls(source, aten.permute.default, aten.transpose.int, aten.t.default):
             return None
         source = source.all_input_nodes[0]
@@ -475,6 +475,10 @@ def _position(node: object) -> str | None:
     if len(shape) >= 2 and same_shape(shape[-2:], [length, 1]) and same_shape(shape[:-2], [1] * len(shape[:-2])):
         return "query"
     return None
+
+
+def _adds_zero(node: Node) -> bool:
+    return calls(node, aten.add.Tensor) and number(node.args[1]) == 0.0
 
 
 # Spelled out
@@ -529,8 +533,9 @@ class _Math:
             scores = self._quotient(node)
         if scores is not None and judged is not None and self.up(judged) is not self.up(scores):
             raise Unread(node, "looks like attention, but rows are emptied by something other than the scores")
-        if scores is None and (stop := _softmax_above(node)) is not None:
-            raise Unread(node, f"the softmax {stop.name} goes through {op_name(node)} before the second product")
+        if scores is None and _has_softmax_above(node):
+            what = "a view that is not read" if is_view(node) else op_name(node)
+            raise Unread(node, f"looks like attention, but the softmax passes through {what} ({node.name})")
         return scores
 
     def _safe(self, condition: Node, yes: object, no: object) -> tuple[Node, Node] | None:
@@ -558,31 +563,62 @@ class _Math:
         exponential, total = (_node(arg) for arg in node.args[:2])
         if exponential is None or total is None or not calls(exponential, aten.exp.default):
             return None
-        shifted = _node(exponential.args[0])
-        if shifted is None or not calls(shifted, aten.sub.Tensor):
+        shifted = self._shifted(_node(exponential.args[0]))
+        if shifted is None:
             return None
-        scores, largest = (_node(arg) for arg in shifted.args[:2])
+        if not (calls(total, aten.sum.dim_IntList) and total.args[0] is exponential):
+            pair = _one_pass_softmax(total, 1)
+            if pair is None or pair is not _one_pass_softmax(_node(shifted.args[1]), 0):
+                return None
+            self.nodes.add(pair)
+        else:
+            self._last_dim(total, argument(total, 1, "dim"))
+        self.nodes |= {node, exponential, total}
+        return _node(shifted.args[0])
+
+    def _shifted(self, node: Node | None) -> Node | None:
+        """The node `s - amax(s)` in the exponent.
+
+        Inductor subtracts the maximum before it applies a scale that stands right before the softmax: up to torch 2.12
+        `(t - amax(t)) * c`, later with a choice by row, `where(all finite, (t - amax(t)) * c, t * c - amax(t * c))`.
+        """
+        if node is None:
+            return None
+        if (parts := _where(node)) is not None:
+            condition, yes, no = parts
+            scaled, plain = _node(yes), _node(no)
+            if scaled is None or plain is None or (after := _scaled(scaled)) is None:
+                return None
+            inner, outer = self._minus_max(after[0]), self._minus_max(plain)
+            if inner is None or outer is None:
+                return None
+            (t, in_t), (s, in_s) = (_without_scale(_node(x.args[0])) for x in (inner, outer))
+            if t is not s or not math.isclose(in_t * after[1], in_s, rel_tol=1e-3):
+                return None
+            self.nodes |= {node, scaled, inner, *_between(condition, s), *_between(inner, s), *_between(outer, s)}
+            return outer
+        if (after := _scaled(node)) is not None and (inner := self._minus_max(after[0])) is not None:
+            self.nodes.add(node)
+            self.factor *= after[1]
+            self.scaled = True
+            return inner
+        return self._minus_max(node)
+
+    def _minus_max(self, node: Node) -> Node | None:
+        """`node` where it is `s - amax(s)` over the last dimension."""
+        if not calls(node, aten.sub.Tensor):
+            return None
+        scores, largest = (_node(arg) for arg in node.args[:2])
         if scores is None or largest is None:
             return None
-        self.nodes |= {node, exponential, total, shifted, largest}
-        if getattr(total.target, "__name__", "") == "getitem":
-            # Inductor's own pair of maximum and sum, for a softmax in one pass (CUDA).
-            pair = total.args[0]
-            together = isinstance(pair, Node) and schema_name(pair).endswith("::prepare_softmax_online")
-            if not (together and isinstance(pair, Node) and largest.args[:2] == (pair, 0) and total.args[1] == 1):
-                return None
-            if pair.args[0] is not scores:
-                return None
+        if (pair := _one_pass_softmax(largest, 0)) is not None and pair.args[0] is scores:
             self._last_dim(pair, argument(pair, 1, "dim"))
-            self.nodes.add(pair)
-            return scores
-        if not calls(total, aten.sum.dim_IntList) or not calls(largest, aten.amax.default):
+        elif calls(largest, aten.amax.default) and largest.args[0] is scores:
+            self._last_dim(largest, argument(largest, 1, "dim"))
+        else:
             return None
-        if total.args[0] is not exponential or largest.args[0] is not scores:
-            return None
-        self._last_dim(total, argument(total, 1, "dim"))
-        self._last_dim(largest, argument(largest, 1, "dim"))
-        return scores
+        self.nodes |= {node, largest}
+        return node
 
     def _last_dim(self, node: Node, dim: object) -> None:
         dims = list(dim) if isinstance(dim, (list, tuple)) else [dim]
@@ -797,6 +833,42 @@ def _keeps_matrices(node: Node) -> bool:
     return same_shape(before[-2:], value(node).shape[-2:])
 
 
+def _one_pass_softmax(node: Node | None, output: int) -> Node | None:
+    """Inductor's op for the maximum (output 0) and the sum (output 1) of a softmax in one pass, on CUDA."""
+    if node is None or getattr(node.target, "__name__", "") != "getitem" or node.args[1] != output:
+        return None
+    pair = node.args[0]
+    return pair if isinstance(pair, Node) and schema_name(pair).endswith("::prepare_softmax_online") else None
+
+
+def _without_scale(node: Node | None) -> tuple[Node | None, float]:
+    """(source, factor): up through casts and multiplications by constants."""
+    factor = 1.0
+    while node is not None:
+        if is_cast(node) and is_high_precision(node):
+            node = node.all_input_nodes[0]
+        elif (scaled := _scaled(node)) is not None:
+            node, factor = scaled[0], factor * scaled[1]
+        else:
+            break
+    return node, factor
+
+
+def _between(node: Node, source: Node | None) -> set[Node]:
+    """The nodes from which `node` is computed, up to `source`; none where it needs anything else."""
+    found: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current is source or current in found:
+            continue
+        if not current.all_input_nodes or len(found) > 20:
+            return set()
+        found.add(current)
+        stack.extend(current.all_input_nodes)
+    return found
+
+
 def _leads_to_product(arg: object) -> bool:
     """True where `arg` is a matrix product behind scales, casts, views, masks and other steps on its elements."""
     stack, seen = [arg], set[Node]()
@@ -812,17 +884,17 @@ def _leads_to_product(arg: object) -> bool:
     return False
 
 
-def _softmax_above(node: Node) -> Node | None:
-    """A softmax a few steps above `node`, to tell an attention with something extra from any other product."""
+def _has_softmax_above(node: Node) -> bool:
+    """True for a softmax a few steps above `node`: tells an attention with something extra from any other product."""
     level = [node]
     for _ in range(4):
         level = [x for n in level for x in n.all_input_nodes]
         for x in level:
             if calls(x, aten._softmax.default, aten._safe_softmax.default):
-                return x
-            if calls(x, aten.div.Tensor) and isinstance(x.args[0], Node) and calls(x.args[0], aten.exp.default):
-                return x
-    return None
+                return True
+            if calls(x, aten.div.Tensor) and calls(x.args[0], aten.exp.default):
+                return True
+    return False
 
 
 def _show(arg: object) -> str:

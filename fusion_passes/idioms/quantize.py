@@ -246,11 +246,11 @@ class _Chain:
         if same_shape(seen.shape, value(node).shape) and same_shape(value(x).shape, value(node).shape):
             return
         if len(seen.shape) and same_shape(seen.shape[-1:], [1]):
-            kind = "per-token"
+            kind = "per-token or per-group"
         elif same_shape(seen.shape, value(x).shape[-1:]):
             kind = "per-channel"
         else:
-            kind = "per-group or per-channel"
+            kind = "per-group"
         raise Unread(node, f"scale has shape {shape_of(scale)}: a {kind} quantisation, not a static per-tensor one")
 
     def _widened(self, x: Node) -> Node:

@@ -97,7 +97,7 @@ def _key_blocks(
     return acc, row_sum, row_max
 
 
-@triton.jit(do_not_specialize=["heads", "q_len", "kv_len", "row_blocks"])
+@triton.jit(do_not_specialize=["heads", "group", "q_len", "kv_len", "row_blocks"])
 def _attention_quant(
     out_ptr,
     q_ptr,
@@ -111,12 +111,12 @@ def _attention_quant(
     v_b, v_h, v_s,
     mask_b, mask_h, mask_q, mask_k,
     heads,
+    group,
     q_len,
     kv_len,
     row_blocks,
     scale,
     out_scale_factor,
-    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -144,8 +144,8 @@ def _attention_quant(
     long_cols = cols.to(tl.int64)
     own = (rows < q_len)[:, None] & (dims < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + b * q_b + h * q_h + long_rows[:, None] * q_s + dims[None, :], mask=own, other=0.0)
-    k_tile = k_ptr + b * k_b + (h // GROUP) * k_h + long_cols[None, :] * k_s + dims[:, None]
-    v_tile = v_ptr + b * v_b + (h // GROUP) * v_h + long_cols[:, None] * v_s + dims[None, :]
+    k_tile = k_ptr + b * k_b + (h // group) * k_h + long_cols[None, :] * k_s + dims[:, None]
+    v_tile = v_ptr + b * v_b + (h // group) * v_h + long_cols[:, None] * v_s + dims[None, :]
     mask_tile = mask_ptr
     if MASK != NO_MASK:
         mask_tile = mask_ptr + b * mask_b + h * mask_h + long_rows[:, None] * mask_q + long_cols[None, :] * mask_k
@@ -222,12 +222,12 @@ def launch(
         *value.stride()[:3],
         *mask_strides,
         heads,
+        heads // key.shape[1],
         q_len,
         kv_len,
         row_blocks,
         scale if natural else scale * LOG2_E.value,
         output_scale_factor,
-        GROUP=heads // key.shape[1],
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         BLOCK_M=block_m,
@@ -244,13 +244,13 @@ def launch(
 
 # (BLOCK_M, BLOCK_N, num_warps, num_stages) by padded head size, best first: the first that fits is taken.
 SHORT = {
-    64: [(64, 64, 4, 3)],
-    128: [(64, 64, 4, 3), (64, 64, 4, 2)],
+    64: [(64, 32, 4, 3)],
+    128: [(64, 32, 4, 3), (64, 32, 4, 2)],
     256: [(64, 64, 8, 2), (64, 32, 4, 2)],
 }
 LONG = {
-    64: [(128, 128, 8, 3), (128, 64, 4, 3)],
-    128: [(128, 128, 8, 3), (128, 64, 8, 2)],
+    64: [(128, 64, 4, 3)],
+    128: [(128, 128, 8, 3), (128, 64, 4, 2)],
     256: [(128, 64, 8, 2), (64, 32, 4, 2)],
 }
 
