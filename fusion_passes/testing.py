@@ -189,7 +189,8 @@ def _without_cuda() -> Iterator[None]:
 
 
 class _WithoutCUDA(TorchFunctionMode):
-    """`x[...]` by the ops that it stands for, and Inductor's constant folding, which makes real tensors, on the CPU."""
+    """Calls that look for a device by the ops that they stand for; Inductor's constant folding, which makes real tensors,
+    on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -199,6 +200,11 @@ class _WithoutCUDA(TorchFunctionMode):
                 return _index(args[0], list(items))
             if all(isinstance(item, Tensor) or item == slice(None) for item in items):
                 return aten.index.Tensor(args[0], [item if isinstance(item, Tensor) else None for item in items])
+        if func is Tensor.contiguous and not args[0].is_contiguous(**kwargs):
+            return aten.clone.default(args[0], **{"memory_format": torch.contiguous_format, **kwargs})
+        if func is torch.tensor and type(args[0]) in (bool, int, float) and "cuda" in str(kwargs.get("device")):
+            dtype = kwargs.get("dtype") or torch.tensor(args[0]).dtype
+            return torch.full((), args[0], dtype=dtype, device=kwargs["device"])
         if "device" in kwargs and _get_current_dispatch_mode() is None:
             kwargs = _on_cpu(kwargs)
         return func(*args, **kwargs)
