@@ -19,22 +19,26 @@ from fusion_passes.report import GraphReport, Miss, Report, RequiredFusionError,
 from fusion_passes.rule import DeclinedError, Level, Match, MatchStatus, Rule
 
 if TYPE_CHECKING:
+    from fusion_passes.explanation import Explanation, explain
     from fusion_passes.manager import PostGradPassManager
     from fusion_passes.matcher import TracedRule
     from fusion_passes.registration import compile, disable, enable, enabled, inductor_options  # noqa: A004
 
 _LAZY = {
+    "Explanation": "explanation",
     "PostGradPassManager": "manager",
     "TracedRule": "matcher",
     "compile": "registration",
     "disable": "registration",
     "enable": "registration",
     "enabled": "registration",
+    "explain": "explanation",
     "inductor_options": "registration",
 }
 
 __all__ = [
     "DeclinedError",
+    "Explanation",
     "GraphReport",
     "Level",
     "Match",
@@ -53,6 +57,7 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "explain",
     "inductor_options",
 ]
 

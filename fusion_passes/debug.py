@@ -1,17 +1,18 @@
-"""Graphs as files: with a debug directory set, every compiled graph gets a folder with what it was before and after each
-stage, a diff, the idioms, and the report.
+"""Graphs as files: with a debug directory set, every compiled graph gets a folder with what it was before and after
+each stage, a diff, the idioms, and the report.
 
     graph_000/before.py  idioms.txt  fused.py  after.py  changes.diff  report.txt
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from pathlib import Path
 
 from torch.fx import Graph
 
-from fusion_passes.idioms import Idioms
+from fusion_passes.idioms import Idiom, Idioms
 from fusion_passes.report import GraphReport, Report
 
 
@@ -53,7 +54,7 @@ class GraphDump:
         """Write what was recognised, and what nearly was."""
         if self._folder is None:
             return
-        lines = [f"{idiom.output.name}: {idiom}" for idiom in idioms]
+        lines = [_described(idiom) for idiom in idioms]
         lines += [f"{miss.node.name}: near miss of {miss.what}: {miss.reason}" for miss in idioms.near_misses]
         (self._folder / "idioms.txt").write_text("\n".join(lines) + "\n")
 
@@ -65,6 +66,16 @@ class GraphDump:
             (self._folder / "report.txt").write_text(f"{report}\n")
 
 
+def _described(idiom: Idiom) -> str:
+    """`div: quantize(input=permute, scale=arg3_1, …)`: an idiom with all that it knows."""
+    fields = [f.name for f in dataclasses.fields(idiom) if f.name not in ("output", "nodes")]
+    attributes = ", ".join(f"{name}={getattr(idiom, name)}" for name in fields)
+    covered = ", ".join(node.name for node in sorted(idiom.nodes))
+    return f"{idiom.output.name}: {idiom}({attributes})\n    computed by {covered}"
+
+
 def readable(graph: Graph) -> str:
     """The graph as Python with shapes, strides, devices and the user's source lines."""
+    if graph.owning_module is None:
+        return str(graph)
     return graph.owning_module.print_readable(print_output=False, include_stride=True, include_device=True)

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch._inductor import custom_graph_pass
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 from torch.fx import Graph
 
 HOOK = "post_grad_custom_post_pass"
@@ -34,7 +34,7 @@ def check_torch() -> None:
         )
 
 
-class PassChain(CustomGraphPass):  # type: ignore[misc]
+class PassChain(CustomGraphPass):
     """Several passes in a row, for a torch whose hook takes one.  Remove with support for torch 2.12."""
 
     def __init__(self, passes: Iterable[Callable[[Graph], None]]) -> None:

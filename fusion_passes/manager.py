@@ -30,7 +30,7 @@ log = logging.getLogger("fusion_passes")
 """TORCH_LOGS="fusion_passes" shows what was fused, "+fusion_passes" every site."""
 
 
-class PostGradPassManager(inductor.CustomGraphPass):  # type: ignore[misc]
+class PostGradPassManager(inductor.CustomGraphPass):
     """Rewrites a post-grad graph in place as `config` says, and adds what it did to `report`.
 
     Goes into Inductor's `post_grad_custom_post_pass`; `inductor_options`, `compile` and `enabled` put it there.
