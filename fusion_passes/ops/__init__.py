@@ -4,7 +4,7 @@ Each has a schema, an exact fake implementation, its reference as CPU implementa
 imports its kernel on the first call. Importing this package registers them and needs neither Triton nor a GPU.
 """
 
-from fusion_passes.ops import attention_quant
+from fusion_passes.ops.attention_quant import attention_quant
 from fusion_passes.ops.quantize import quantize_fp8
 
 __all__ = ["attention_quant", "quantize_fp8"]

@@ -1,0 +1,252 @@
+"""Attention with FP8 output against the best stock SDPA backend followed by Inductor's quantisation kernel.
+
+    python benchmarks/attention_quant.py --level kernel --suite target --record benchmarks/results
+
+Both sides run inside CUDA graphs, so that launches cost neither of them anything, and take turns, so that both see the
+same clocks. Inputs are random and not rotated: what fits the L2 stays there, for both sides.
+"""
+
+import argparse
+import datetime
+import importlib
+import itertools
+import json
+import math
+import statistics
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch._inductor.config
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.runtime.errors import OutOfResources
+
+from fusion_passes.ops.attention_quant import KERNELS, Kernel
+
+# Inductor's caches do not know which SDPA backend a graph was compiled under.
+torch._inductor.config.force_disable_caches = True
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool = True
+    q_len: int | None = None  # the length if None
+    mask: bool = False  # bool, [batch, 1, 1, length]
+
+    def __str__(self) -> str:
+        sizes = f"{self.batch} x {self.length}, {self.heads}/{self.kv_heads} heads of {self.head_dim}"
+        kind = "causal" if self.causal else "mask" if self.mask else "full"
+        return f"{sizes}, {kind}" + (f", {self.q_len} queries" if self.q_len else "")
+
+
+TARGET = [
+    Shape(1, 8192, 32, 8, 128),
+    Shape(4, 2048, 40, 8, 128),
+    Shape(1, 2048, 32, 8, 128),
+    Shape(1, 16384, 64, 8, 128),
+    Shape(8, 512, 32, 8, 128),
+    Shape(2, 4096, 32, 32, 64, causal=False),
+]
+SPREAD = [
+    *(
+        Shape(batch, length, 16, 4, head_dim, causal)
+        for head_dim in (64, 80, 96, 128, 192, 256)
+        for batch, length in ((16, 256), (4, 1024), (1, 8192))
+        for causal in (True, False)
+    ),
+    *(Shape(4, length, 16, 4, head_dim, False, mask=True) for head_dim in (64, 128) for length in (512, 2048)),
+    *(
+        Shape(batch, length, 32, 8, 128, False, q_len=1)
+        for batch, length in ((1, 1024), (1, 8192), (32, 1024), (32, 4096))
+    ),
+    Shape(4, 2048, 16, 4, 128, False, q_len=256),
+    Shape(32, 128, 12, 12, 64, False),
+    Shape(32, 128, 12, 12, 64, False, mask=True),
+]
+TUNE = [
+    Shape(batch, length, 16, 4, head_dim)
+    for head_dim in (64, 96, 128, 192, 256)
+    for batch, length in ((16, 256), (4, 1024), (1, 8192))
+]
+SUITES = {"target": TARGET, "spread": SPREAD}
+
+
+def inputs(shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    q_len = shape.q_len or shape.length
+    q = torch.randn(shape.batch, q_len, shape.heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(
+        2, shape.batch, shape.length, shape.kv_heads, shape.head_dim, device="cuda", dtype=torch.bfloat16
+    ).unbind()
+    mask = None
+    if shape.mask:
+        mask = torch.ones(shape.batch, 1, 1, shape.length, device="cuda", dtype=torch.bool)
+        mask[..., shape.length * 3 // 4 :] = False
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, torch.tensor([0.005], device="cuda")
+
+
+def quantize(out: Tensor, scale: Tensor) -> Tensor:
+    return (out.transpose(1, 2).float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def capture(function: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            function()
+    return graph
+
+
+def microseconds(functions: dict[str, Callable[[], object]], milliseconds: float = 60.0) -> dict[str, float]:
+    """Median time of one call of each, inside graphs that are replayed in turn. Leaves out what cannot run."""
+    graphs = {}
+    for name, function in functions.items():
+        try:
+            graph = capture(function, 1)
+        except (RuntimeError, OutOfResources):  # a backend that declines, a configuration that does not fit
+            torch.cuda.synchronize()
+            continue
+        calls = max(1, min(20, round(1000 / max(1.0, replay(graph)))))
+        graphs[name] = (capture(function, calls), calls)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    spent = 0.0
+    while spent < milliseconds * 1e3 * len(graphs) or len(next(iter(times.values()))) < 5:
+        for name, (graph, calls) in graphs.items():
+            taken = replay(graph)
+            spent += taken
+            times[name].append(taken / calls)
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
+def replay(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def contenders(shape: Shape) -> dict[str, Callable[[], object]]:
+    """Stock attention and quantisation for each backend, and each kernel that supports the shape."""
+    q, k, v, mask, scale = inputs(shape)
+    torch.compiler.reset()
+    compiled = torch.compile(quantize)
+
+    def stock(backend: SDPBackend) -> Tensor:
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=shape.causal, enable_gqa=shape.heads != shape.kv_heads
+            )
+        return compiled(out, scale)
+
+    def fused(kernel: Kernel) -> Tensor:
+        out = torch.empty_like(q.transpose(1, 2), dtype=torch.float8_e4m3fn).transpose(1, 2)
+        importlib.import_module(kernel.module).launch(
+            out, q, k, v, mask, scale, is_causal=shape.causal, scale=shape.head_dim**-0.5,
+            output_scale_factor=1.0, output_scale_inverse=False,
+        )  # fmt: skip
+        return out
+
+    functions: dict[str, Callable[[], object]] = {
+        name: lambda backend=backend: stock(backend) for name, backend in BACKENDS.items()
+    }
+    for kernel in KERNELS:
+        if kernel.unsupported(q, k, v, mask, is_causal=shape.causal) is None:
+            functions[kernel.name] = lambda kernel=kernel: fused(kernel)
+    return functions
+
+
+def measure(shape: Shape) -> dict[str, object]:
+    times = microseconds(contenders(shape))
+    stock = {name: time for name, time in times.items() if name in BACKENDS}
+    ours = {name: time for name, time in times.items() if name not in BACKENDS}
+    best = min(stock, key=stock.__getitem__) if stock else None
+    return {
+        "shape": asdict(shape),
+        "microseconds": {name: round(time, 2) for name, time in times.items()},
+        "best_stock": best,
+        "ratio": {name: round(stock[best] / time, 3) for name, time in ours.items()} if best else {},
+    }
+
+
+def tune(shape: Shape) -> None:
+    """Print the times of some configurations of the portable kernel, best first, for the tables in its module."""
+    from fusion_passes.kernels.attention_quant import launch
+
+    q, k, v, mask, scale = inputs(shape)
+    out = torch.empty_like(q.transpose(1, 2), dtype=torch.float8_e4m3fn).transpose(1, 2)
+    options = {"is_causal": shape.causal, "scale": 0.1, "output_scale_factor": 1.0, "output_scale_inverse": False}
+    functions = {
+        str(config): lambda config=config: launch(out, q, k, v, mask, scale, **options, config=config)
+        for config in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))
+        if config[:3] != (64, 128, 8)
+    }
+    times = sorted(microseconds(functions, 10.0).items(), key=lambda item: item[1])
+    print(shape, " ".join(f"{name} {time:.1f}" for name, time in times[:6]), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--level", choices=["kernel"], default="kernel", help="what to compare: kernels alone")
+    parser.add_argument("--suite", choices=[*SUITES, "tune"], default="target")
+    parser.add_argument("--start", type=int, default=0, help="first shape to tune")
+    parser.add_argument("--step", type=int, default=1, help="tune every so many shapes: compile in several processes")
+    parser.add_argument("--record", type=Path, metavar="DIR", help="write the figures as JSON into DIR")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")  # SDPA says at length why each backend declined
+    if arguments.suite == "tune":
+        for shape in TUNE[arguments.start :: arguments.step]:
+            tune(shape)
+        return
+    rows = []
+    for shape in SUITES[arguments.suite]:
+        row = measure(shape)
+        rows.append(row)
+        print(f"{shape!s:58s} stock {row['best_stock']} {row['microseconds']} ratio {row['ratio']}", flush=True)
+    first = [next(iter(row["ratio"].values())) for row in rows if row["ratio"]]  # type: ignore[attr-defined]
+    print(f"geometric mean {math.prod(first) ** (1 / len(first)):.3f}, worst {min(first):.3f}")
+    if arguments.record:
+        record(arguments, rows)
+
+
+def record(arguments: argparse.Namespace, rows: list[dict[str, object]]) -> None:
+    import triton
+
+    figures = {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "level": arguments.level,
+        "suite": arguments.suite,
+        "rows": rows,
+    }
+    arguments.record.mkdir(parents=True, exist_ok=True)
+    path = arguments.record / f"attention_quant-{arguments.level}-{arguments.suite}.json"
+    path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,424 @@
+"""Attention with FP8 output for Hopper, in Gluon (Triton 3.6 and 3.7): warp-specialised, TMA in and out, wgmma.
+
+A program holds two or three consumer warp groups of 64 query rows each, one warp that loads Q and K, and one that loads
+V, with TMA into rings in shared memory. Programs are persistent: each works on many tiles, the rows of its consumers in
+one head. A consumer issues the scores of the next key block before P.V of this one and runs the softmax while both are
+in flight. Key blocks run from the last one down, so that the one block that needs a mask (diagonal, or end of the keys)
+comes first.
+
+Every tensor is [batch, heads, length, head_dim] with any strides that TMA takes; q_len == kv_len. Loads past the end of
+a sequence give zeros, stores are clipped.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
+
+ROWS = gl.constexpr(64)  # query rows of one consumer
+LAZY = gl.constexpr(8)  # a row keeps its maximum until the scores exceed it by 2**8, which P in 16 bits stands
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # a maximum that is never -inf: (-inf) - (-inf) would be NaN
+LOG2_E = 1.4426950408889634
+
+# (head_dim, causal): consumers, key block, stages of the K and V rings, Q in registers, turns at the tensor cores.
+# Bounded by 227 KB of shared memory, and 240 registers a thread with two consumers, 160 with three. Head size 64 is
+# bound by exp2, which three consumers hide better; their causal tiles would need masks in two blocks.
+CONFIG = {
+    (64, True): (2, 128, 4, 4, True, True),
+    (64, False): (3, 64, 4, 4, True, True),
+    (128, True): (2, 128, 3, 2, True, True),
+    (128, False): (2, 128, 3, 2, True, True),
+    (256, True): (2, 64, 2, 2, False, False),
+    (256, False): (2, 64, 2, 2, False, False),
+}
+
+
+@gluon.jit
+def _rounds(num_tiles):
+    """Number of tiles of this program."""
+    n = gl.num_programs(0)
+    rounds = num_tiles // n
+    offset = gl.where(rounds % 2 == 1, n - 1 - gl.program_id(0), gl.program_id(0))
+    return rounds + (offset < num_tiles - rounds * n).to(gl.int32)
+
+
+@gluon.jit
+def _tile(r, length, heads, batch_heads, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """Round r of this program -> batch, query head, first row, number of key blocks.
+
+    Causal: longest rows first, and every second round runs backwards through the programs, which balances the lengths.
+    """
+    n = gl.num_programs(0)
+    t = r * n + gl.where(r % 2 == 1, n - 1 - gl.program_id(0), gl.program_id(0))
+    block = t // batch_heads
+    batch_head = t - block * batch_heads
+    key_blocks = (length + BLOCK_N - 1) // BLOCK_N
+    if CAUSAL:
+        gl.static_assert(CONSUMERS == 2)
+        block = (length + 2 * ROWS - 1) // (2 * ROWS) - 1 - block
+        # Up to the diagonal, not clipped at the last key: the upper consumer may skip a block, never its only one.
+        key_blocks = (block + 1) * (2 * ROWS // BLOCK_N)
+    b = batch_head // heads
+    return b, batch_head - b * heads, block * CONSUMERS * ROWS, key_blocks
+
+
+# In one tile all four partitions take the same number of turns at each ring; `i % STAGES` is the slot and
+# `(i // STAGES) & 1` the phase. An arrive counts once for a whole warp group, so "empty" counts the consumers. No
+# "empty" may be signalled for a block whose "full" was not waited for: it could complete the phase before.
+
+
+@gluon.jit
+def _load_qk(
+    memory, sizes,
+    CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads Q and K."""
+    q_desc, k_desc, q_s, k_s, q_full, q_empty, k_full, k_empty = memory
+    length, heads, group, batch_heads, num_tiles = sizes
+    it = 0
+    for r in range(_rounds(num_tiles)):
+        b, h, row, key_blocks = _tile(r, length, heads, batch_heads, CONSUMERS, BLOCK_N, CAUSAL)
+        for w in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
+            mbarrier.expect(q_full.index(w), ROWS * D * 2)
+            tma.async_copy_global_to_shared(q_desc, [b, h, row + w * ROWS, 0], q_full.index(w), q_s.index(w))
+        for i in range(key_blocks):
+            s = it % K_STAGES
+            mbarrier.wait(k_empty.index(s), ((it // K_STAGES) & 1) ^ 1)
+            mbarrier.expect(k_full.index(s), BLOCK_N * D * 2)
+            first_key = (key_blocks - 1 - i) * BLOCK_N
+            tma.async_copy_global_to_shared(k_desc, [b, h // group, first_key, 0], k_full.index(s), k_s.index(s))
+            it += 1
+
+
+@gluon.jit
+def _load_v(
+    memory, sizes,
+    CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads V."""
+    v_desc, v_s, v_full, v_empty = memory
+    length, heads, group, batch_heads, num_tiles = sizes
+    it = 0
+    for r in range(_rounds(num_tiles)):
+        b, h, _row, key_blocks = _tile(r, length, heads, batch_heads, CONSUMERS, BLOCK_N, CAUSAL)
+        for i in range(key_blocks):
+            s = it % V_STAGES
+            mbarrier.wait(v_empty.index(s), ((it // V_STAGES) & 1) ^ 1)
+            mbarrier.expect(v_full.index(s), BLOCK_N * D * 2)
+            first_key = (key_blocks - 1 - i) * BLOCK_N
+            tma.async_copy_global_to_shared(v_desc, [b, h // group, first_key, 0], v_full.index(s), v_s.index(s))
+            it += 1
+
+
+@gluon.jit
+def _partial_sum(p):
+    """Row sums over the keys that one thread holds; the rest of the sum is done once, at the end of the tile."""
+    # The layout that the sum of a reshape has, in a form that does not depend on the width of p.
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [8, 0]],
+        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 8],
+    )
+    return gl.convert_layout(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _scores(q, k, N: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    zero = gl.zeros([ROWS, N], gl.float32, layout)
+    return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scale_rows(x, factor):
+    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def _step(
+    q, k_s, v_s, k_full, k_empty, v_full, v_empty, turn, acc, p, row_max, row_sum, it, phase, more, scale,
+    W: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """Scores of block it + 1, whose K is there, and P.V of block it, both in flight while the softmax runs."""
+    v_slot = it % V_STAGES
+    v_phase = (it // V_STAGES) & 1
+    it += 1
+    k_slot = it % K_STAGES
+    if TURNS:  # one consumer issues while the others are in their softmax
+        mbarrier.wait(turn.index(W), phase)
+        phase ^= 1
+    s = _scores(q, k_s.index(k_slot).reshape([BLOCK_N, D]), BLOCK_N)
+    mbarrier.wait(v_full.index(v_slot), v_phase)
+    o = warpgroup_mma(p, v_s.index(v_slot).reshape([BLOCK_N, D]).slice(0, p.shape[1]), acc, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turn.index((W + 1) % CONSUMERS), count=1)
+    s = warpgroup_mma_wait(1, deps=[s])
+    mbarrier.arrive(k_empty.index(k_slot), count=1)
+    new_max = gl.maximum(row_max, gl.max(s, 1) * scale)
+    raised = new_max - row_max > LAZY
+    new_max = gl.where(raised, new_max, row_max)
+    any_raised = gl.max(raised.to(gl.int32), 0) != 0
+    alpha = gl.exp2(row_max - new_max)
+    p32 = gl.exp2(s * scale - new_max[:, None])
+    row_sum = _scale_rows(row_sum, alpha) + _partial_sum(p32)
+    p_next = gl.convert_layout(p32.to(p.dtype), p.type.layout)
+    # ptxas sinks the softmax below the wait for P.V, and the overlap is gone, unless a real branch stands between: this
+    # wait for the next K block, predicated. As operands of the second wait the results keep LLVM from doing the same.
+    mbarrier.wait(k_full.index((it + 1) % K_STAGES), ((it + 1) // K_STAGES) & 1, pred=more)
+    acc, p_next, new_max, row_sum, alpha = warpgroup_mma_wait(0, deps=[o, p_next, new_max, row_sum, alpha])
+    mbarrier.arrive(v_empty.index(v_slot), count=1)
+    if any_raised:
+        acc = _scale_rows(acc, alpha)
+    return acc, p_next, new_max, row_sum, it, phase
+
+
+@gluon.jit
+def _last_pv(p, v_s, v_full, v_empty, acc, it, D: gl.constexpr, BLOCK_N: gl.constexpr, V_STAGES: gl.constexpr):
+    slot = it % V_STAGES
+    mbarrier.wait(v_full.index(slot), (it // V_STAGES) & 1)
+    v = v_s.index(slot).reshape([BLOCK_N, D]).slice(0, p.shape[1])
+    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, v, acc, is_async=True)])
+    mbarrier.arrive(v_empty.index(slot), count=1)
+    return acc
+
+
+@gluon.jit
+def _consume(
+    memory, sizes, scale, out_scale_factor, W: gl.constexpr,
+    CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
+    INVERSE: gl.constexpr,
+):  # fmt: skip
+    """Consumer warp group W: rows W * 64 to W * 64 + 63 of each tile."""
+    o_desc, q_s, k_s, v_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, out_scale_ptr = memory
+    length, heads, _group, batch_heads, num_tiles = sizes
+    # Of the first block of a causal tile the upper group needs one half (BLOCK_N 128) or nothing (BLOCK_N 64).
+    UPPER: gl.constexpr = CAUSAL and W == 0
+    N0: gl.constexpr = 64 if UPPER else BLOCK_N
+    SKIP: gl.constexpr = UPPER and BLOCK_N == 64
+    gl.static_assert(not (SKIP and TURNS), "a skipped block takes no turn")
+    score_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    first_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N0, 16])
+    out_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_l, k_width=2)
+    q_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=score_l, k_width=2)
+    it = 0
+    phase = 0
+    for r in range(_rounds(num_tiles)):
+        b, h, row, key_blocks = _tile(r, length, heads, batch_heads, CONSUMERS, BLOCK_N, CAUSAL)
+        row += W * ROWS
+        q = q_s.index(W).reshape([ROWS, D])
+        mbarrier.wait(q_full.index(W), r & 1)
+        if Q_IN_REGISTERS:  # leaves the bandwidth of the shared memory to K and V, and Q of the next tile loads early
+            q = q.load(q_l)
+            mbarrier.arrive(q_empty.index(W), count=1)
+
+        first = key_blocks - 1
+        if SKIP:
+            mbarrier.wait(k_full.index(it % K_STAGES), (it // K_STAGES) & 1)
+            mbarrier.arrive(k_empty.index(it % K_STAGES), count=1)
+            mbarrier.wait(v_full.index(it % V_STAGES), (it // V_STAGES) & 1)
+            mbarrier.arrive(v_empty.index(it % V_STAGES), count=1)
+            it += 1
+            first -= 1
+
+        mbarrier.wait(k_full.index(it % K_STAGES), (it // K_STAGES) & 1)
+        k = k_s.index(it % K_STAGES).reshape([BLOCK_N, D]).slice(0, N0)
+        s = warpgroup_mma_wait(0, deps=[_scores(q, k, N0)])
+        mbarrier.arrive(k_empty.index(it % K_STAGES), count=1)
+        cols = first * BLOCK_N + gl.arange(0, N0, gl.SliceLayout(0, first_l))
+        if CAUSAL:
+            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, first_l))
+            s = gl.where(rows[:, None] >= cols[None, :], s, float("-inf"))
+        else:
+            s = gl.where((cols < length)[None, :], s, float("-inf"))
+        first_max = gl.maximum(gl.max(s, 1) * scale, LOWEST)
+        p32 = gl.exp2(s * scale - first_max[:, None])
+        row_sum = _partial_sum(p32)
+        row_max = gl.convert_layout(first_max, gl.SliceLayout(1, score_l), assert_trivial=True)
+        p0 = gl.convert_layout(p32.to(q_s.dtype), p_l)
+        acc = gl.zeros([ROWS, D], gl.float32, out_l)
+        mbarrier.wait(k_full.index((it + 1) % K_STAGES), ((it + 1) // K_STAGES) & 1, pred=first > 0)
+
+        if UPPER and not SKIP:  # the first P is narrower than the others, so it cannot enter the loop
+            if first > 0:
+                acc, p, row_max, row_sum, it, phase = _step(
+                    q, k_s, v_s, k_full, k_empty, v_full, v_empty, turn, acc, p0, row_max, row_sum, it, phase,
+                    first > 1, scale, W, CONSUMERS, D, BLOCK_N, K_STAGES, V_STAGES, TURNS,
+                )  # fmt: skip
+                for i in range(first - 1):
+                    acc, p, row_max, row_sum, it, phase = _step(
+                        q, k_s, v_s, k_full, k_empty, v_full, v_empty, turn, acc, p, row_max, row_sum, it, phase,
+                        i < first - 2, scale, W, CONSUMERS, D, BLOCK_N, K_STAGES, V_STAGES, TURNS,
+                    )  # fmt: skip
+                acc = _last_pv(p, v_s, v_full, v_empty, acc, it, D, BLOCK_N, V_STAGES)
+            else:
+                acc = _last_pv(p0, v_s, v_full, v_empty, acc, it, D, BLOCK_N, V_STAGES)
+        else:
+            p = p0
+            for i in range(first):
+                acc, p, row_max, row_sum, it, phase = _step(
+                    q, k_s, v_s, k_full, k_empty, v_full, v_empty, turn, acc, p, row_max, row_sum, it, phase,
+                    i < first - 1, scale, W, CONSUMERS, D, BLOCK_N, K_STAGES, V_STAGES, TURNS,
+                )  # fmt: skip
+            acc = _last_pv(p, v_s, v_full, v_empty, acc, it, D, BLOCK_N, V_STAGES)
+        it += 1
+        if not Q_IN_REGISTERS:
+            mbarrier.arrive(q_empty.index(W), count=1)
+
+        out_scale = out_scale_factor
+        if SCALED:
+            out_scale = gl.load(out_scale_ptr) * out_scale_factor
+        factor = out_scale if INVERSE else 1.0 / out_scale
+        total = gl.sum(row_sum, 1)
+        acc = acc * gl.convert_layout(factor / gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, out_l))[:, None]
+        tma.store_wait(0)
+        o_s.index(W).reshape([ROWS, D]).store(acc.to(o_s.dtype))  # the conversion saturates and keeps NaN
+        fence_async_shared()
+        tma.async_copy_shared_to_global(o_desc, [b, h, row, 0], o_s.index(W))
+    tma.store_wait(0)
+
+
+# A size of 1, or a multiple of 16, must not make another kernel.
+@gluon.jit(do_not_specialize=["length", "heads", "group", "batch_heads", "num_tiles"])
+def _attention_quant(
+    q_desc, k_desc, v_desc, o_desc, out_scale_ptr, length, heads, group, batch_heads, num_tiles, scale,
+    out_scale_factor, C: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, TURNS: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
+    INVERSE: gl.constexpr,
+):  # fmt: skip
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [C, 1, 1, ROWS, D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(q_desc.dtype, [K_STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(q_desc.dtype, [V_STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
+    o_s = gl.allocate_shared_memory(o_desc.dtype, [C, 1, 1, ROWS, D], o_desc.layout)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [C, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [C, 1], bar)
+    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], bar)
+    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], bar)
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], bar)
+    turn = gl.allocate_shared_memory(gl.int64, [C, 1], bar)
+    for i in gl.static_range(C):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+        mbarrier.init(turn.index(i), count=1)
+    for i in gl.static_range(K_STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=C)
+    for i in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=C)
+    if TURNS:
+        mbarrier.arrive(turn.index(0), count=1)
+    fence_async_shared()
+    _barrier()
+    w0: gl.constexpr = 0
+    w1: gl.constexpr = 1
+    w2: gl.constexpr = 2
+    memory = (o_desc, q_s, k_s, v_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, out_scale_ptr)
+    sizes = (length, heads, group, batch_heads, num_tiles)
+    qk = (q_desc, k_desc, q_s, k_s, q_full, q_empty, k_full, k_empty)
+    v = (v_desc, v_s, v_full, v_empty)
+    # After the partitions: the warps and the registers of each but the first, which gets the registers that are left.
+    if C == 2:
+        gl.warp_specialize([
+            (_consume, (memory, sizes, scale, out_scale_factor, w0, C, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
+                        TURNS, CAUSAL, SCALED, INVERSE)),
+            (_consume, (memory, sizes, scale, out_scale_factor, w1, C, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
+                        TURNS, CAUSAL, SCALED, INVERSE)),
+            (_load_qk, (qk, sizes, C, D, BLOCK_N, K_STAGES, CAUSAL)),
+            (_load_v, (v, sizes, C, D, BLOCK_N, V_STAGES, CAUSAL)),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (memory, sizes, scale, out_scale_factor, w0, C, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
+                        TURNS, CAUSAL, SCALED, INVERSE)),
+            (_consume, (memory, sizes, scale, out_scale_factor, w1, C, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
+                        TURNS, CAUSAL, SCALED, INVERSE)),
+            (_consume, (memory, sizes, scale, out_scale_factor, w2, C, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
+                        TURNS, CAUSAL, SCALED, INVERSE)),
+            (_load_qk, (qk, sizes, C, D, BLOCK_N, K_STAGES, CAUSAL)),
+            (_load_v, (v, sizes, C, D, BLOCK_N, V_STAGES, CAUSAL)),
+        ], [4, 4, 1, 1], [160, 160, 24, 24])  # fmt: skip
+
+
+def launch(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    output_scale: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float,
+    output_scale_factor: float,
+    output_scale_inverse: bool,
+) -> None:
+    """Write the FP8 attention output into ``out``. Arguments as in ``fusion_passes.ops.attention_quant``, supported."""
+    if attn_mask is not None or query.shape[2] != key.shape[2] or not scale > 0.0:
+        raise ValueError("the Hopper attention kernel takes no mask, equal lengths and a positive scale")
+    batch, heads, length, head_dim = query.shape
+    config = CONFIG[head_dim, is_causal]
+    consumers, block_n = config[:2]
+    tiles = batch * heads * triton.cdiv(length, consumers * ROWS.value)
+    programs = min(tiles, torch.cuda.get_device_properties(query.device).multi_processor_count)
+    _attention_quant[(programs,)](
+        _descriptor(query, ROWS.value),
+        _descriptor(key, block_n),
+        _descriptor(value, block_n),
+        _descriptor(out, ROWS.value),
+        query if output_scale is None else output_scale,
+        length,
+        heads,
+        heads // key.shape[1],
+        batch * heads,
+        tiles,
+        scale * LOG2_E,
+        output_scale_factor,
+        *config,
+        D=head_dim,
+        CAUSAL=is_causal,
+        SCALED=output_scale is not None,
+        INVERSE=output_scale_inverse,
+        num_warps=4,
+    )
+
+
+GLUON_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
+
+
+def _layout(rows: int, head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], GLUON_DTYPES[dtype])
+
+
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """TMA descriptor of [batch, heads, length, head_dim] for boxes of some rows of one head."""
+    head_dim = x.shape[3]
+    # The stride of a dimension of size 1 means nothing, can be anything, and TMA checks it.
+    strides = [head_dim * 8 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    layout = _layout(rows, head_dim, x.dtype)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, head_dim], layout)
