@@ -69,8 +69,7 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
     def pattern(self, idioms: Idioms) -> Iterator[AttentionQuantMatch]:
         """Every static quantisation whose input is the output of an attention."""
         for quantize in idioms.of(Quantize):
-            source, before = through_views(quantize.input)
-            attention = idioms.at(source, Attention)
+            attention, before = _behind_attention(quantize.input, idioms)
             if attention is None:
                 continue
             inside = tuple(n for n in sorted(quantize.nodes) if is_view(n) and not is_noop(n))
@@ -163,6 +162,16 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
         mask = "causal" if m.attention.is_causal else f"{m.attention.mask_kind} mask" if m.attention.mask_kind else "full"
         shape = f"{list(query.shape)} x {list(key.shape)}".replace("'", "")
         return f"attention {_name(query.dtype)} {shape}, {mask} -> {_name(m.quantize.dtype)}"
+
+
+def _behind_attention(node: Node, idioms: Idioms) -> tuple[Attention | None, tuple[Node, ...]]:
+    """The attention whose output `node` is through views only, and those views.  Its output may be a view itself: of the
+    last matrix product, where it is spelled out."""
+    source, views = through_views(node)
+    for i, candidate in enumerate((source, *views)):
+        if (attention := idioms.at(candidate, Attention)) is not None:
+            return attention, views[i:]
+    return None, ()
 
 
 def _needed(view: Node, x: Tensor) -> bool:
