@@ -310,6 +310,7 @@ def explain(
         samples: of the timing, at most.
         progress: say on stderr what is being done.
 
+    Raises what the model raises, with a note that says whether it ran eagerly, compiled stock or with the passes.
     Inputs are copied for every run, and what the model writes to its buffers is put back, as is the state of the random
     number generators.  Caches are off.  `torch.compiler.reset()` is called before and after, so code that you compiled
     before is compiled anew at its next call.
@@ -332,6 +333,8 @@ def explain(
     torch.compiler.reset()
     try:
         with torch.no_grad(), _random_state(subject.devices), inductor.uncached():
+            with tell("running eagerly"), _blamed("no compiler, as plain Python"):  # its errors are the clearest
+                subject.run(model)
             stock = compiled(stock_options)
             with tell("compiling with stock torch.compile"), _blamed("stock torch.compile, without any pass"):
                 stock_output, stock_made = subject.first_run(stock)
@@ -539,11 +542,11 @@ def _random_state(devices: list[torch.device]) -> Iterator[None]:
 
 @contextmanager
 def _blamed(what: str) -> Iterator[None]:
-    """Say in an exception which of the two compilations it comes from."""
+    """Say in an exception which of the runs it comes from."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"while compiling and running with {what}")
+        error.add_note(f"while running with {what}")
         raise
 
 
