@@ -41,6 +41,7 @@ def capture(
     Returns one graph for each graph that Inductor would compile (in training the backward's too, where it is run);
     `run(graph)` runs it on the values that fn was run with.  Inference: call it under `torch.no_grad()`.
     """
+    import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx, fake_tensor_prop
     from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
@@ -80,7 +81,7 @@ def capture(
         torch._dynamo.mark_dynamic(tensor, dimension)
     torch._dynamo.reset()
     try:
-        with inductor_config.patch({"force_disable_caches": True}):
+        with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
             torch.compile(fn, backend=backend, dynamic=dynamic)(*args, **kwargs)
     finally:
         torch._dynamo.reset()
@@ -189,8 +190,7 @@ def _without_cuda() -> Iterator[None]:
 
 
 class _WithoutCUDA(TorchFunctionMode):
-    """Calls that look for a device by the ops that they stand for; Inductor's constant folding, which makes real tensors,
-    on the CPU."""
+    """Calls that look for a device, by the ops that they stand for; and Inductor's constant folding on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -32,6 +32,8 @@ from fusion_passes.idioms.reading import (
     op_name,
     schema_name,
     shape_of,
+    show,
+    tensor_node,
 )
 from fusion_passes.quant import FP8_DTYPES
 
@@ -164,20 +166,20 @@ class _Chain:
         """The operand of a clamp or of a rounding to whole numbers, which is recorded; None for anything else."""
         if calls(node, aten.round.default):
             self.rounding = "integer"
-            return _tensor(argument(node, 0, "self"))
+            return tensor_node(argument(node, 0, "self"))
         if calls(node, aten.clamp.default, aten.clamp.Tensor, aten.hardtanh.default):
             names = ("min_val", "max_val") if calls(node, aten.hardtanh.default) else ("min", "max")
             default = (-1.0, 1.0) if calls(node, aten.hardtanh.default) else (None, None)
             bounds = [argument(node, i, name, default[i - 1]) for i, name in enumerate(names, 1)]
             low, high = bounds
             self._bound(node, low=low, high=high)
-            return _tensor(argument(node, 0, "self"))
+            return tensor_node(argument(node, 0, "self"))
         if calls(node, aten.clamp_min.default, aten.clamp_min.Tensor):
             self._bound(node, low=argument(node, 1, "min"))
-            return _tensor(argument(node, 0, "self"))
+            return tensor_node(argument(node, 0, "self"))
         if calls(node, aten.clamp_max.default, aten.clamp_max.Tensor):
             self._bound(node, high=argument(node, 1, "max"))
-            return _tensor(argument(node, 0, "self"))
+            return tensor_node(argument(node, 0, "self"))
         if calls(node, aten.minimum.default, aten.maximum.default):
             left, right = argument(node, 0, "self"), argument(node, 1, "other")
             if constant(left) is not None:
@@ -188,7 +190,7 @@ class _Chain:
                 self._bound(node, high=right)
             else:
                 self._bound(node, low=right)
-            return _tensor(left)
+            return tensor_node(left)
         return None
 
     def _bound(self, node: Node, low: object = None, high: object = None) -> None:
@@ -198,7 +200,7 @@ class _Chain:
                 continue
             limit = constant(bound)
             if limit is None or math.isnan(limit):
-                raise Unread(node, f"clamps to {_show(bound)}, which is not a constant")
+                raise Unread(node, f"clamps to {show(bound)}, which is not a constant")
             if is_low:
                 self.low = min(max(self.low, limit), self.high)
             else:
@@ -235,7 +237,7 @@ class _Chain:
     def _refuse_scale(self, node: Node, x: Node, scale: object) -> None:
         """Say why an operand is no scale, unless this is the product or quotient of two whole tensors."""
         if not isinstance(scale, Node):
-            raise Unread(node, f"the scale is {_show(scale)}, not a number or a tensor")
+            raise Unread(node, f"the scale is {show(scale)}, not a number or a tensor")
         seen = scale.meta.get("val")
         if isinstance(seen, (torch.SymFloat, torch.SymInt, torch.SymBool)):
             raise Unread(node, f"the scale is a symbolic number ({type(seen).__name__}); make it a tensor")
@@ -292,10 +294,6 @@ class _Chain:
         return min(dtypes, key=lambda dtype: dtype.itemsize)
 
 
-def _tensor(arg: object) -> Node | None:
-    return arg if isinstance(arg, Node) and is_tensor(arg) else None
-
-
 def _is_scalar(arg: object) -> bool:
     """True for what can be a scale for a whole tensor: a number, or one element (of floating point) expanded."""
     if number(arg) is not None:
@@ -334,13 +332,13 @@ def _peel_one(node: Node) -> tuple[Node, float, bool] | None:
     if not is_tensor(node) or not value(node).dtype.is_floating_point or value(node).dtype.itemsize < 4:
         return None
     if calls(node, aten.reciprocal.default) or (calls(node, aten.pow.Tensor_Scalar) and number(node.args[1]) == -1.0):
-        operand = _tensor(node.args[0])
+        operand = tensor_node(node.args[0])
         return None if operand is None else (operand, 1.0, True)
     if not calls(node, *DIVISIONS, *MULTIPLICATIONS):
         return None
     left, right = node.args[:2]
     for tensor, other, swapped in ((left, right, False), (right, left, True)):
-        by, operand = constant(other), _tensor(tensor)
+        by, operand = constant(other), tensor_node(tensor)
         if by is None or operand is None or by == 0.0 or not is_finite(by):
             continue
         if calls(node, *MULTIPLICATIONS):
@@ -361,10 +359,6 @@ def _check_scale(node: Node, scale: Node, x: Node) -> None:
         raise Unread(node, "the scale is computed in the graph from the tensor itself: a dynamic quantisation")
 
 
-def _show(arg: object) -> str:
-    return arg.name if isinstance(arg, Node) else repr(arg)
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -378,7 +372,7 @@ def _opaque(
     rounding: str = "cast",
 ) -> Quantize:
     """A Quantize that one op does: divides in fp32 by `scale`, rounds, clamps and casts."""
-    x = _tensor(argument(node, 0, "input"))
+    x = tensor_node(argument(node, 0, "input"))
     if x is None or not is_high_precision(x):
         raise Unread(node, f"the input of {op_name(node)} is not a high-precision tensor")
     chain = _Chain(node)
@@ -387,7 +381,7 @@ def _opaque(
     chain.dtypes = {torch.float32}
     if not _is_scalar(scale):
         chain._refuse_scale(node, x, scale)
-        raise Unread(node, f"scale has shape {_show(scale)}: not a static per-tensor quantisation")
+        raise Unread(node, f"scale has shape {show(scale)}: not a static per-tensor quantisation")
     chain.scale, factor, flipped = _peel(scale)
     if not is_finite(factor) or factor == 0.0:
         raise Unread(node, f"the scale is {factor:g}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch.fx import Node
 
-from fusion_passes.graph import argument, aten, calls, is_tensor, is_view, prims, same_shape, value
+from fusion_passes.graph import argument, aten, calls, is_noop, is_tensor, is_view, prims, same_shape, value
 
 CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
 MULTIPLICATIONS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
@@ -121,6 +120,26 @@ def schema_name(node: Node) -> str:
     return str(schema.name) if node.op == "call_function" and schema is not None else ""
 
 
-def join(nodes: Iterable[Node]) -> str:
-    """Names of nodes, for a sentence."""
-    return ", ".join(node.name for node in nodes)
+def tensor_node(arg: object) -> Node | None:
+    """`arg` where it is a node that produces one tensor, else None."""
+    return arg if isinstance(arg, Node) and is_tensor(arg) else None
+
+
+def is_4d(arg: object) -> bool:
+    """True for a node that produces a tensor of four dimensions."""
+    return isinstance(arg, Node) and is_tensor(arg) and value(arg).ndim == 4
+
+
+def without_copies(node: Node) -> Node:
+    """Up through what changes neither elements nor shape."""
+    while (
+        calls(node, aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default)
+        or is_noop(node)
+    ) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def show(arg: object) -> str:
+    """An argument of a call, for a sentence."""
+    return arg.name if isinstance(arg, Node) else repr(arg)

@@ -1,0 +1,215 @@
+"""The mask of an attention, read from what the graph adds to the scores or fills them with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.fx import Node
+
+from fusion_passes.graph import argument, aten, calls, is_tensor, is_view, prims, same_shape, value
+from fusion_passes.idioms import constants
+from fusion_passes.idioms.reading import Unread, constant, is_cast, number, show, without_copies
+
+CUDNN_MASKED = -65504.0
+"""What a False in a bool mask becomes for cuDNN up to torch 2.11, in place of -inf."""
+
+NEGATIONS = frozenset({aten.logical_not.default, aten.bitwise_not.default})
+_CONJUNCTIONS = frozenset({aten.logical_and.default, aten.bitwise_and.Tensor})
+
+
+class Mask:
+    """The mask of one attention, put together from what the graph adds to the scores or fills them with."""
+
+    def __init__(self, anchor: Node, backend: str) -> None:
+        self.anchor = anchor
+        self.backend = backend
+        self.node: Node | None = None
+        self.kind: str | None = None
+        self.is_causal = False
+
+    def add(self, mask: object) -> None:
+        """An additive mask; one that is 0 and -inf by a bool mask counts as that bool mask."""
+        if not isinstance(mask, Node) or not is_tensor(mask):
+            raise Unread(self.anchor, f"the mask is {show(mask)}, not a tensor")
+        mask = _unpadded_mask(mask)
+        if (keep := self._filled(mask)) is not None:
+            self.keep(*keep)
+        elif value(mask).dtype.is_floating_point:
+            self._set(mask, "float")
+        else:
+            raise Unread(self.anchor, f"a mask of {value(mask).dtype} is added to the scores")
+
+    def keep(self, mask: Node, negated: bool = False) -> None:
+        """A bool mask: True = attend, or with `negated` True = do not."""
+        mask, negated = _positive(_unpadded_mask(mask), negated)
+        if _is_causal(mask, negated) or (not negated and constants.is_causal(mask)):
+            self.is_causal = True
+            return
+        if negated:
+            raise Unread(
+                self.anchor, f"{mask.name} masks where it is True; the idiom needs a mask that is True = attend"
+            )
+        self._set(mask, "bool")
+
+    def _set(self, node: Node, kind: str) -> None:
+        if self.node is not None and self.node is not node:
+            raise Unread(self.anchor, f"two masks, {self.node.name} and {node.name}")
+        self.node, self.kind = node, kind
+
+    def _filled(self, mask: Node) -> tuple[Node, bool] | None:
+        """(bool mask, negated) of which `mask` is the additive form, 0 and -inf; None for any other float mask."""
+        while is_cast(mask):
+            mask = _unpadded_mask(mask.all_input_nodes[0])
+        parts = where_parts(mask)
+        if parts is None:
+            return None
+        condition, yes, no = parts
+        yes, no = constant(yes), constant(no)
+        if yes == 0.0 and self._masks_out(no):
+            negated = False
+        elif no == 0.0 and self._masks_out(yes):
+            negated = True
+        else:
+            return None
+        positive, negated = _positive(condition, negated)
+        if negated and not _is_causal(positive, negated):
+            return None  # no node holds the mask with True = attend: keep the additive form
+        return positive, negated
+
+    def _masks_out(self, fill: float | None) -> bool:
+        return fill == -math.inf or (fill == CUDNN_MASKED and self.backend == "cudnn")
+
+
+def where_parts(node: Node) -> tuple[Node, object, object] | None:
+    """(condition, value if True, value if False) of a `where` or `masked_fill`."""
+    if calls(node, aten.where.self, aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf):
+        condition, yes, no = node.args[:3]
+    elif calls(node, aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+        no, condition, yes = node.args[:3]
+    else:
+        return None
+    if isinstance(condition, Node) and is_tensor(condition) and value(condition).dtype == torch.bool:
+        return condition, yes, no
+    return None
+
+
+def _positive(mask: Node, negated: bool) -> tuple[Node, bool]:
+    """A bool mask without its negations."""
+    while True:
+        mask = _unpadded_mask(mask)
+        if calls(mask, *NEGATIONS) and is_tensor(mask) and value(mask).dtype == torch.bool:
+            inner = mask.args[0]
+            if not (isinstance(inner, Node) and is_tensor(inner) and value(inner).dtype == torch.bool):
+                return mask, negated
+            mask, negated = inner, not negated
+        else:
+            return mask, negated
+
+
+def _unpadded_mask(mask: Node) -> Node:
+    """Up through copies, `expand` (a mask broadcasts anyway) and padding that is sliced off again."""
+    while True:
+        mask = without_copies(mask)
+        if calls(mask, aten.expand.default) and is_tensor(mask.all_input_nodes[0]):
+            mask = mask.all_input_nodes[0]
+        elif calls(mask, aten.slice.Tensor) and (source := _sliced_padding(mask)) is not None:
+            mask = source
+        else:
+            return mask
+
+
+def _sliced_padding(sliced: Node) -> Node | None:
+    """The tensor that `sliced` is again after padding at the end; None where the slice takes something else."""
+    padded = without_copies(sliced.all_input_nodes[0])
+    if not calls(padded, aten.constant_pad_nd.default):
+        return None
+    pad, source = argument(padded, 1, "pad"), padded.all_input_nodes[0]
+    if not (isinstance(pad, (list, tuple)) and is_tensor(source) and is_tensor(sliced)):
+        return None
+    at_the_end = all(p == 0 for p in pad[::2])
+    from_start = argument(sliced, 2, "start") in (0, None) and argument(sliced, 4, "step", 1) == 1
+    return source if at_the_end and from_start and same_shape(value(sliced).shape, value(source).shape) else None
+
+
+def _is_causal(mask: Node, negated: bool) -> bool:
+    """True for the mask "key position <= query position" ([q_len, kv_len], both counted from 0), or with `negated` for
+    its negation, in any spelling by comparisons of two iotas."""
+    while calls(mask, *_CONJUNCTIONS):
+        left, right = mask.args[:2]
+        if constant(left) == 1.0:
+            left, right = right, left
+        if constant(right) != 1.0 or not isinstance(left, Node):
+            return False
+        mask = _unpadded_mask(left)
+    for operator, sign, strict in _COMPARISONS:
+        if calls(mask, getattr(operator, "Scalar", None)):
+            bound = number(mask.args[1])
+            difference = _difference(mask.args[0])
+        elif calls(mask, getattr(operator, "Tensor", None)):
+            bound = 0.0
+            difference = (_position(mask.args[0]), _position(mask.args[1]))
+        else:
+            continue
+        if bound is None or None in difference:
+            return False
+        # The comparison says: sign * (left - right) <= -strict, moved by the bound; positions are whole numbers.
+        limit = sign * bound - strict
+        left, right = difference
+        if (left, right) == ("query", "key"):
+            sign, left = -sign, "key"
+        elif (left, right) != ("key", "query"):
+            return False
+        # Now: sign * (key - query) <= limit.
+        if sign > 0:
+            return not negated and limit == 0
+        return negated and limit == -1
+    return False
+
+
+_COMPARISONS = (
+    (aten.le, 1, 0),
+    (aten.lt, 1, 1),
+    (aten.ge, -1, 0),
+    (aten.gt, -1, 1),
+)
+"""(comparison, sign, strict): `a OP b` for whole numbers is `sign * (a - b) <= -strict`."""
+
+
+def _difference(node: object) -> tuple[str | None, str | None]:
+    """Which positions are subtracted: ("key", "query") for key position minus query position."""
+    if isinstance(node, Node) and calls(node, aten.sub.Tensor) and argument(node, 2, "alpha", 1) == 1:
+        return _position(node.args[0]), _position(node.args[1])
+    return None, None
+
+
+def _position(node: object) -> str | None:
+    """ "query" for the positions 0, 1, … along the last dimension but one, "key" for those along the last."""
+    if not (isinstance(node, Node) and is_tensor(node)):
+        return None
+    shape = value(node).shape
+    source = node
+    while is_view(source) or calls(source, aten.expand.default) or _adds_zero(source):
+        if calls(source, aten.permute.default, aten.transpose.int, aten.t.default):
+            return None
+        source = source.all_input_nodes[0]
+    if calls(source, prims.iota.default):
+        from_zero = source.kwargs.get("start") == 0 and source.kwargs.get("step") == 1
+    elif calls(source, aten.arange.default):
+        from_zero = True
+    elif calls(source, aten.arange.start, aten.arange.start_step):
+        from_zero = argument(source, 0, "start") == 0 and argument(source, 2, "step", 1) == 1
+    else:
+        return None
+    if not from_zero or not is_tensor(source) or value(source).ndim != 1:
+        return None
+    length = value(source).shape[0]
+    if same_shape(shape[-1:], [length]) and same_shape(shape[:-1], [1] * len(shape[:-1])):
+        return "key"
+    if len(shape) >= 2 and same_shape(shape[-2:], [length, 1]) and same_shape(shape[:-2], [1] * len(shape[:-2])):
+        return "query"
+    return None
+
+
+def _adds_zero(node: Node) -> bool:
+    return calls(node, aten.add.Tensor) and number(node.args[1]) == 0.0

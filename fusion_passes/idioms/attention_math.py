@@ -1,0 +1,441 @@
+"""Attention spelled out in matrix products and a softmax, read upwards from the second product.
+
+softmax (safe or not) <- masks, then the scale <- first product <- scales, casts and repeated heads of q and k
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from fusion_passes.graph import argument, aten, calls, is_noop, is_tensor, is_view, same_shape, value
+from fusion_passes.idioms.attention import Attention
+from fusion_passes.idioms.attention_mask import NEGATIONS, Mask, where_parts
+from fusion_passes.idioms.kv_heads import repeated_from, unexpand
+from fusion_passes.idioms.reading import (
+    DIVISIONS,
+    MULTIPLICATIONS,
+    Unread,
+    constant,
+    is_4d,
+    is_cast,
+    is_exact_cast,
+    is_high_precision,
+    op_name,
+    schema_name,
+    shape_of,
+    show,
+    tensor_node,
+)
+
+
+def read(product: Node) -> Attention | None:
+    """An attention whose second matrix product is `product`; None where its left side is no softmax."""
+    if not all(isinstance(arg, Node) and is_tensor(arg) for arg in product.args[:2]):
+        return None
+    left, right = product.args[:2]
+    assert isinstance(left, Node)
+    assert isinstance(right, Node)
+    reader = _Math(product)
+    scores = reader.softmax(left)
+    if scores is None:
+        return None
+    reader.scores(scores)
+    return reader.finish(right)
+
+
+class _Math:
+    """One walk up from `probabilities @ value`; `nodes` collects what it passes, `factor` and `mask` what it reads."""
+
+    def __init__(self, product: Node) -> None:
+        self.product = product
+        self.nodes: set[Node] = {product}
+        self.factor = 1.0
+        self.scaled = False
+        self.mask = Mask(product, "math")
+        self.score_product = product
+
+    def up(self, node: Node) -> Node:
+        """Up through views that leave the matrices as they are, and casts that only round (not to FP8)."""
+        while _keeps_matrices(node) or (is_cast(node) and is_high_precision(node)):
+            self.nodes.add(node)
+            node = node.all_input_nodes[0]
+        return node
+
+    def softmax(self, node: Node) -> Node | None:
+        """The scores of which `node` is the softmax; None where it is none."""
+        node = self.up(node)
+        judged: Node | None = None  # the scores that decide which rows are empty
+        if (parts := where_parts(node)) is not None and (safe := self._safe(*parts)) is not None:
+            self.nodes.add(node)
+            inner, judged = safe
+            node = self.up(inner)
+        if calls(node, aten._softmax.default, aten._safe_softmax.default):
+            scores = tensor_node(node.args[0])
+            self._last_dim(node, argument(node, 1, "dim"))
+            self.nodes.add(node)
+        else:
+            scores = self._quotient(node)
+        if scores is not None and judged is not None and self.up(judged) is not self.up(scores):
+            raise Unread(node, "looks like attention, but rows are emptied by something other than the scores")
+        if scores is None and _has_softmax_above(node):
+            what = "a view that is not read" if is_view(node) else op_name(node)
+            raise Unread(node, f"looks like attention, but the softmax passes through {what} ({node.name})")
+        return scores
+
+    def _safe(self, condition: Node, yes: object, no: object) -> tuple[Node, Node] | None:
+        """(softmax, scores) of `where(no score in the row is above -inf, 0, softmax)`."""
+        if constant(yes) != 0.0 or not isinstance(no, Node):
+            return None
+        passed: set[Node] = set()
+        chain = condition
+        steps = (
+            ({aten.all.dim},) if calls(chain, aten.all.dim) else (NEGATIONS, {aten.any.dim, aten.any.dims}, NEGATIONS)
+        )
+        for targets in (*steps, {aten.eq.Scalar, aten.eq.Tensor}):
+            source = tensor_node(chain.args[0]) if calls(chain, *targets) else None
+            if source is None:
+                return None
+            if calls(chain, aten.eq.Scalar, aten.eq.Tensor) and constant(chain.args[1]) != -math.inf:
+                return None
+            passed.add(chain)
+            chain = source
+        self.nodes |= passed
+        return no, chain
+
+    def _quotient(self, node: Node) -> Node | None:
+        """The scores s of `exp(s - amax(s)) / sum(exp(s - amax(s)))`."""
+        if not calls(node, aten.div.Tensor):
+            return None
+        exponential, total = (tensor_node(arg) for arg in node.args[:2])
+        if exponential is None or total is None or not calls(exponential, aten.exp.default):
+            return None
+        shifted = self._shifted(tensor_node(exponential.args[0]))
+        if shifted is None:
+            return None
+        if not (calls(total, aten.sum.dim_IntList) and total.args[0] is exponential):
+            pair = _one_pass_softmax(total, 1)
+            if pair is None or pair is not _one_pass_softmax(tensor_node(shifted.args[1]), 0):
+                return None
+            self.nodes.add(pair)
+        else:
+            self._last_dim(total, argument(total, 1, "dim"))
+        self.nodes |= {node, exponential, total}
+        return tensor_node(shifted.args[0])
+
+    def _shifted(self, node: Node | None) -> Node | None:
+        """The node `s - amax(s)` in the exponent.
+
+        Inductor subtracts the maximum before it applies a scale that stands right before the softmax: up to torch 2.12
+        `(t - amax(t)) * c`, later with a choice by row, `where(all finite, (t - amax(t)) * c, t * c - amax(t * c))`.
+        """
+        if node is None:
+            return None
+        if (parts := where_parts(node)) is not None:
+            condition, yes, no = parts
+            scaled, plain = tensor_node(yes), tensor_node(no)
+            if scaled is None or plain is None or (after := _scaled(scaled)) is None:
+                return None
+            inner, outer = self._minus_max(after[0]), self._minus_max(plain)
+            if inner is None or outer is None:
+                return None
+            (t, in_t), (s, in_s) = (_without_scale(tensor_node(x.args[0])) for x in (inner, outer))
+            if t is not s or not math.isclose(in_t * after[1], in_s, rel_tol=1e-3):
+                return None
+            self.nodes |= {node, scaled, inner, *_between(condition, s), *_between(inner, s), *_between(outer, s)}
+            return outer
+        if (after := _scaled(node)) is not None and (inner := self._minus_max(after[0])) is not None:
+            self.nodes.add(node)
+            self.factor *= after[1]
+            self.scaled = True
+            return inner
+        return self._minus_max(node)
+
+    def _minus_max(self, node: Node) -> Node | None:
+        """`node` where it is `s - amax(s)` over the last dimension."""
+        if not calls(node, aten.sub.Tensor):
+            return None
+        scores, largest = (tensor_node(arg) for arg in node.args[:2])
+        if scores is None or largest is None:
+            return None
+        if (pair := _one_pass_softmax(largest, 0)) is not None and pair.args[0] is scores:
+            self._last_dim(pair, argument(pair, 1, "dim"))
+        elif calls(largest, aten.amax.default) and largest.args[0] is scores:
+            self._last_dim(largest, argument(largest, 1, "dim"))
+        else:
+            return None
+        self.nodes |= {node, largest}
+        return node
+
+    def _last_dim(self, node: Node, dim: object) -> None:
+        dims = list(dim) if isinstance(dim, (list, tuple)) else [dim]
+        rank = value(node.all_input_nodes[0]).ndim
+        if dims not in ([-1], [rank - 1]):
+            raise Unread(node, f"looks like attention, but the softmax is over dimension {dim}, not over the keys")
+
+    def scores(self, node: Node) -> None:
+        """From the softmax's input up to the first matrix product: masks, then the scale."""
+        while True:
+            node = self.up(node)
+            self.nodes.add(node)
+            if calls(node, aten.bmm.default):
+                self.score_product = node
+                return
+            if calls(node, aten.add.Tensor) and argument(node, 2, "alpha", 1) == 1:
+                node = self._added(node)
+            elif (parts := where_parts(node)) is not None:
+                node = self._filled(node, *parts)
+            elif (scaled := _scaled(node)) is not None:
+                node, times = scaled
+                self.factor *= times
+                self.scaled = True
+            else:
+                raise Unread(node, f"looks like attention, but the scores pass through {op_name(node)} ({node.name})")
+
+    def _added(self, node: Node) -> Node:
+        """`scores + mask`: the scores."""
+        left, right = node.args[:2]
+        on_left, on_right = _leads_to_product(left), _leads_to_product(right)
+        scores, mask = (left, right) if on_left else (right, left)
+        if on_left == on_right or not isinstance(scores, Node):
+            raise Unread(node, f"looks like attention, but {node.name} adds no mask to the scores")
+        if self.scaled:
+            raise Unread(node, f"looks like attention, but {node.name} adds a mask before the scale is applied")
+        self._same_shape(node, scores)
+        self.mask.add(mask)
+        return scores
+
+    def _filled(self, node: Node, condition: Node, yes: object, no: object) -> Node:
+        """`where(mask, scores, -inf)` or `scores.masked_fill(~mask, -inf)`: the scores."""
+        fill, scores, negated = (no, yes, False) if constant(yes) is None else (yes, no, True)
+        filled = constant(fill)
+        if not isinstance(scores, Node) or filled is None:
+            raise Unread(node, f"looks like attention, but {node.name} mixes the scores with another tensor")
+        if filled != -math.inf:
+            raise Unread(node, f"masks the scores with {filled:g}, not with -inf")
+        self._same_shape(node, scores)
+        self.mask.keep(condition, negated)
+        return scores
+
+    def _same_shape(self, node: Node, scores: Node) -> None:
+        if not same_shape(value(node).shape, value(scores).shape):
+            raise Unread(node, f"the mask broadcasts the scores from {shape_of(scores)} to {shape_of(node)}")
+
+    def finish(self, right: Node) -> Attention:
+        """The operands of both products, the output, and the idiom."""
+        if not self.factor > 0:
+            raise Unread(self.product, f"the scores are scaled by {self.factor:g}")
+        failure: Unread | None = None
+        for output, behind in self._outputs():
+            try:
+                return self._finish(right, output, behind)
+            except Unread as error:
+                failure = failure or error
+        raise failure or Unread(self.product, "the product is not reshaped to [batch, heads, length, head_dim]")
+
+    def _outputs(self) -> Iterator[tuple[Node, set[Node]]]:
+        """What may hold the result, with what leads there: cast back to 16 bits, then as the product gives it."""
+        node, behind = self.product, set[Node]()
+        while not is_4d(node):
+            following = [user for user in node.users if _keeps_matrices(user)]
+            if not following:
+                return
+            node = following[0]
+            behind.add(node)
+        if len(node.users) == 1:
+            (user,) = node.users
+            if is_cast(user) and value(user).dtype in (torch.bfloat16, torch.float16) and not is_noop(user):
+                yield user, behind | {user}
+        yield node, behind
+
+    def _finish(self, right: Node, output: Node, behind: set[Node]) -> Attention:
+        q, factor_q, path_q = self._operand(self.score_product.args[0], "query", output)
+        k, factor_k, path_k = self._operand(self.score_product.args[1], "key", output, transposed=True)
+        v, factor_v, path_v = self._operand(right, "value", output)
+        if factor_v != 1.0:
+            raise Unread(self.product, f"looks like attention, but the value is scaled by {factor_v:g}")
+        k, v = unexpand(k, v)
+        self._check_shapes(q, k, v, output)
+        factor = self.factor * factor_q * factor_k
+        head_dim = value(q).shape[3]
+        default = isinstance(head_dim, int) and math.isclose(factor, head_dim**-0.5, rel_tol=1e-6)
+        return Attention(
+            output=output,
+            nodes=frozenset(self.nodes | behind | path_q | path_k | path_v),
+            query=q,
+            key=k,
+            value=v,
+            attn_mask=self.mask.node,
+            mask_kind=self.mask.kind,
+            is_causal=self.mask.is_causal,
+            scale=None if default else factor,
+            backend="math",
+        )
+
+    def _operand(
+        self, arg: object, name: str, output: Node, *, transposed: bool = False
+    ) -> tuple[Node, float, set[Node]]:
+        """(tensor, factor, nodes passed): from an operand of a product up to the topmost 4-D tensor of the output's
+        dtype from which only scales, a transposition, a repetition of heads and exact casts lead here."""
+        node = tensor_node(arg)
+        if node is None:
+            raise Unread(self.product, f"the {name} is {show(arg)}")
+        (batch, heads), dtype = value(output).shape[:2], value(output).dtype
+        best: tuple[Node, float, set[Node]] | None = None
+        path: list[Node] = []
+        factor = 1.0
+        while True:
+            fits = is_4d(node) and not transposed and same_shape(value(node).shape[:2], [batch, heads])
+            if fits and value(node).dtype == dtype:
+                best = node, factor, set(path)
+            few = repeated_from(node) if fits else None
+            if few is not None and (narrow := _widened(few)) is not None and value(narrow).dtype == dtype:
+                # The heads of a wider copy are repeated; the repetition of the tensor itself is what the idiom reads.
+                best = narrow, factor, set(path)
+                break
+            if calls(node, aten.permute.default, aten.transpose.int) and _swaps_last(node):
+                transposed = not transposed
+                following = node.all_input_nodes[0]
+            elif _keeps_matrices(node) or is_exact_cast(node):
+                following = node.all_input_nodes[0]
+            elif (scaled := _scaled(node)) is not None:
+                following, times = scaled
+                factor *= times
+            else:
+                break
+            path.append(node)
+            node = following
+        if best is None:
+            raise Unread(node, f"the {name} is not [batch, heads, length, head_dim] in {value(output).dtype}")
+        return best
+
+    def _check_shapes(self, q: Node, k: Node, v: Node, output: Node) -> None:
+        batch, heads, q_len, head_dim = value(q).shape
+        _, kv_heads, kv_len, _ = value(k).shape
+        fits = (
+            same_shape(value(k).shape, [batch, kv_heads, kv_len, head_dim])
+            and same_shape(value(v).shape[:3], [batch, kv_heads, kv_len])
+            and same_shape(value(output).shape, [batch, heads, q_len, value(v).shape[3]])
+        )
+        if not fits:
+            raise Unread(self.product, f"looks like attention of {shape_of(q)}, {shape_of(k)} and {shape_of(v)}")
+
+
+def _widened(node: Node) -> Node | None:
+    """What `node` is an exact cast of, or None."""
+    return node.all_input_nodes[0] if is_exact_cast(node) and not is_noop(node) else None
+
+
+def _scaled(node: Node) -> tuple[Node, float] | None:
+    """(operand, factor) of a multiplication or division by a constant."""
+    if not calls(node, *MULTIPLICATIONS, *DIVISIONS):
+        return None
+    left, right = node.args[:2]
+    factor = constant(right)
+    if factor is None and calls(node, *MULTIPLICATIONS):
+        left, factor = right, constant(left)
+    operand = tensor_node(left)
+    if operand is None or factor is None or not math.isfinite(factor) or factor == 0.0:
+        return None
+    if not same_shape(value(operand).shape, value(node).shape):
+        return None
+    return operand, 1.0 / factor if calls(node, *DIVISIONS) else factor
+
+
+def _swaps_last(node: Node) -> bool:
+    """True for a transposition of the last two dimensions."""
+    rank = value(node).ndim
+    if calls(node, aten.transpose.int):
+        return {d % rank for d in node.args[1:3] if isinstance(d, int)} == {rank - 1, rank - 2}
+    dims = node.args[1]
+    if not isinstance(dims, (list, tuple)) or not all(isinstance(d, int) for d in dims):
+        return False
+    return [d % rank for d in dims if isinstance(d, int)] == [*range(rank - 2), rank - 1, rank - 2]
+
+
+def _keeps_matrices(node: Node) -> bool:
+    """True for a view that leaves the last two dimensions as they are, and the order of the rest."""
+    if calls(node, aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default) or is_noop(
+        node
+    ):
+        return True
+    views = (
+        aten.reshape.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+    )
+    if not (calls(node, *views) and is_tensor(node)):
+        return False
+    before = value(node.all_input_nodes[0]).shape
+    return same_shape(before[-2:], value(node).shape[-2:])
+
+
+def _one_pass_softmax(node: Node | None, output: int) -> Node | None:
+    """Inductor's op for the maximum (output 0) and the sum (output 1) of a softmax in one pass, on CUDA."""
+    if node is None or getattr(node.target, "__name__", "") != "getitem" or node.args[1] != output:
+        return None
+    pair = node.args[0]
+    return pair if isinstance(pair, Node) and schema_name(pair).endswith("::prepare_softmax_online") else None
+
+
+def _without_scale(node: Node | None) -> tuple[Node | None, float]:
+    """(source, factor): up through casts and multiplications by constants."""
+    factor = 1.0
+    while node is not None:
+        if is_cast(node) and is_high_precision(node):
+            node = node.all_input_nodes[0]
+        elif (scaled := _scaled(node)) is not None:
+            node, factor = scaled[0], factor * scaled[1]
+        else:
+            break
+    return node, factor
+
+
+def _between(node: Node, source: Node | None) -> set[Node]:
+    """The nodes from which `node` is computed, up to `source`; none where it needs anything else."""
+    found: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current is source or current in found:
+            continue
+        tensors = [x for x in current.all_input_nodes if is_tensor(x)]
+        if not tensors or len(found) > 20:
+            return set()
+        found.add(current)
+        stack.extend(tensors)
+    return found
+
+
+def _leads_to_product(arg: object) -> bool:
+    """True where `arg` is a matrix product behind scales, casts, views, masks and other steps on its elements."""
+    stack, seen = [arg], set[Node]()
+    while stack and len(seen) < 40:
+        node = stack.pop()
+        if not isinstance(node, Node) or node in seen:
+            continue
+        seen.add(node)
+        if calls(node, aten.bmm.default):
+            return True
+        tensors = [x for x in node.all_input_nodes if is_tensor(x)]
+        if calls(node, aten.add.Tensor) or where_parts(node) is not None or len(tensors) == 1:
+            stack.extend(tensors)
+    return False
+
+
+def _has_softmax_above(node: Node) -> bool:
+    """True for a softmax a few steps above `node`: tells an attention with something extra from any other product."""
+    level = [node]
+    for _ in range(4):
+        level = [x for n in level for x in n.all_input_nodes]
+        for x in level:
+            if calls(x, aten._softmax.default, aten._safe_softmax.default):
+                return True
+            if calls(x, aten.div.Tensor) and calls(x.args[0], aten.exp.default):
+                return True
+    return False

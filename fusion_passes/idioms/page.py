@@ -1,0 +1,47 @@
+"""The page docs/spellings.md, made from the tables: `python -m fusion_passes.idioms.page > docs/spellings.md`."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fusion_passes.idioms import attention, quantize
+
+INTRODUCTION = """\
+# Spellings
+
+What the passes read in a graph, as plain torch functions. They are the test cases too: each is captured in several
+dtypes and on several backends, read, and compared with the reference of what was read. What is not listed may be read
+as well: the readers go by grammar, so operands may be swapped, sizes may be dynamic, and views and clones may stand
+between the steps. `python -m fusion_passes explain` says where a reading stopped, and why.
+
+Made from the tables `SPELLINGS` in `fusion_passes/idioms`; do not edit by hand.
+"""
+
+SECTIONS: tuple[tuple[str, str, Mapping[str, Callable[..., Any]]], ...] = (
+    ("Attention", "`q [batch, heads, q_len, head_dim]`, `k` and `v` with as many heads or fewer.", attention.SPELLINGS),
+    ("Static per-tensor quantisation", "`x [tokens, hidden]`, `scale` with one element.", quantize.SPELLINGS),
+)
+
+
+def spellings_page() -> str:
+    """The page as Markdown."""
+    parts = [INTRODUCTION]
+    for title, inputs, spellings in SECTIONS:
+        parts.append(f"## {title}\n\n{inputs}\n")
+        parts += [f"### {name}\n\n```python\n{_body(function)}\n```\n" for name, function in spellings.items()]
+    ops = "\n".join(f"- `{name}`" for name in quantize.OPAQUE)
+    parts.append(f"### ops that quantise in one call\n\n{ops}\n")
+    return "\n".join(parts)
+
+
+def _body(function: Callable[..., Any]) -> str:
+    """The lines of a function below its signature."""
+    _, _, body = inspect.getsource(function).partition(":\n")
+    return textwrap.dedent(body).rstrip()
+
+
+if __name__ == "__main__":
+    print(spellings_page(), end="")
