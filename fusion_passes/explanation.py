@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,11 @@ from fusion_passes.config import PassConfig, Profitability, Switch
 from fusion_passes.fusions import FUSIONS
 from fusion_passes.manager import PostGradPassManager
 from fusion_passes.registration import inductor_options
-from fusion_passes.report import Report
+from fusion_passes.report import Miss, Report
 from fusion_passes.rule import MatchStatus
 from fusion_passes.table import paragraph, plural, table
+
+T = TypeVar("T", bound=Hashable)
 
 MISSES_SHOWN = 8
 OUTPUTS_SHOWN = 8
@@ -45,7 +48,7 @@ class Outcome:
     switch: Switch
     statuses: dict[MatchStatus, int] = field(default_factory=dict)
     """Number of places by what became of them."""
-    misses: tuple[str, ...] = ()
+    misses: tuple[Miss, ...] = ()
     """Where the fusion applied nowhere: what nearly was a place for it, and why it was none."""
 
     @property
@@ -152,9 +155,7 @@ class Explanation:
             "device": self.device,
             "torch": torch.__version__,
             "config": {f.name: _plain(getattr(self.config, f.name)) for f in dataclasses.fields(self.config)},
-            "fusions": {
-                o.fusion: {"switch": o.switch, "statuses": o.statuses, "misses": o.misses} for o in self.outcomes
-            },
+            "fusions": {o.fusion: dataclasses.asdict(o) for o in self.outcomes},
             "unmet": self.unmet,
             "graphs": [dataclasses.asdict(graph) for graph in self.report.graphs],
             "accuracy": dataclasses.asdict(self.accuracy) | {"deterministic": self.accuracy.deterministic},
@@ -204,20 +205,22 @@ class Explanation:
         return "\n".join(lines)
 
     def _places(self) -> str:
-        counts = Counter(self.report.sites)
         rows = []
-        for site, count in counts.items():
-            text = f"{site.what}\nat {shorten_path(site.where)}" if site.what else f"at {shorten_path(site.where)}"
-            rows.append([f"{count}x", site.status, site.rule, text + f"\nbecause {site.reason}" * bool(site.reason)])
+        for (rule, status, what, reason), wheres in _alike(
+            ((site.rule, site.status, site.what, site.reason), site.where) for site in self.report.sites
+        ):
+            text = f"{what}\n" * bool(what) + wheres.text + f"\nbecause {reason}" * bool(reason)
+            rows.append([f"{wheres.count}x", status, rule, text])
         return table(["", "status", "fusion", "place"], rows) if rows else ""
 
     def _misses(self) -> str:
         rows = []
         for outcome in self.outcomes:
-            counts = Counter(outcome.misses)
-            rows += [[f"{count}x", outcome.fusion, miss] for miss, count in list(counts.items())[:MISSES_SHOWN]]
-            if len(counts) > MISSES_SHOWN:
-                rows.append(["", outcome.fusion, f"and {len(counts) - MISSES_SHOWN} more, in outcomes[…].misses"])
+            groups = _alike(((miss.what, miss.reason), miss.where) for miss in outcome.misses)
+            for (what, reason), wheres in groups[:MISSES_SHOWN]:
+                rows.append([f"{wheres.count}x", outcome.fusion, f"{what}: {reason}\n{wheres.text}"])
+            if len(groups) > MISSES_SHOWN:
+                rows.append(["", outcome.fusion, f"and {len(groups) - MISSES_SHOWN} more, in outcomes[…].misses"])
         return table(["", "fusion", "what nearly was a place"], rows) if rows else ""
 
     def _outputs(self) -> str:
@@ -483,14 +486,71 @@ def _outcomes(config: PassConfig, report: Report) -> tuple[Outcome, ...]:
         statuses = Counter(site.status for site in report.sites if site.rule == rule.name)
         switch = config.switch(rule)
         misses = [
-            (miss.what != rule.name, f"{miss.what}: {miss.reason}\nat {shorten_path(miss.where)}")
+            miss
             for graph in report.graphs
             for miss in graph.misses
             if switch is not Switch.OFF and not statuses[MatchStatus.FUSED]
         ]
-        misses.sort(key=lambda miss: miss[0])  # the rule's own before the idioms'
-        outcomes.append(Outcome(rule.name, switch, dict(statuses), tuple(text for _, text in misses)))
+        misses.sort(key=lambda miss: miss.what != rule.name)  # the rule's own before the idioms'
+        outcomes.append(Outcome(rule.name, switch, dict(statuses), tuple(misses)))
     return tuple(outcomes)
+
+
+@dataclass(frozen=True)
+class _Wheres:
+    """Places in like modules at one source line."""
+
+    count: int
+    text: str
+
+
+def _alike(items: Iterable[tuple[T, str]]) -> list[tuple[T, _Wheres]]:
+    """Items that differ in nothing but the number of their layer, together.  An item is what it is, and its place."""
+    groups: dict[tuple[T, str, str], list[str]] = {}
+    for item, where in items:
+        module, line = split_place(where)
+        groups.setdefault((item, re.sub(r"\d+", "#", module), line), []).append(module)
+    found = []
+    for (item, _, line), modules in groups.items():
+        text = f"in {merged_names(modules)}\n" * bool(modules[0]) + f"at {shorten_path(line)}" * bool(line)
+        found.append((item, _Wheres(len(modules), text.rstrip("\n"))))
+    return found
+
+
+def split_place(where: str) -> tuple[str, str]:
+    """The module and the source line of a place in a report; either can be "" where the graph does not know it."""
+    module, comma, line = where.partition(", ")
+    if not re.fullmatch(r"[\w.]+", module):
+        return "", where
+    return (module, line) if comma else ("", where)
+
+
+def merged_names(names: Sequence[str]) -> str:
+    """`layers.[0-2,5].attn` for names that differ in one number; `*` in place of numbers where several differ."""
+    numbers = [re.findall(r"\d+", name) for name in names]
+    varying = [position for position, column in enumerate(zip(*numbers, strict=True)) if len({*column}) > 1]
+    pieces = re.split(r"\d+", names[0])
+    text = pieces[0]
+    for position, piece in enumerate(pieces[1:]):
+        if position not in varying:
+            number = numbers[0][position]
+        elif len(varying) > 1:
+            number = "*"
+        else:
+            number = f"[{_ranges(sorted({int(row[position]) for row in numbers}))}]"
+        text += number + piece
+    return text
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-2,5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def shorten_path(where: str) -> str:

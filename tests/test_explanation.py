@@ -10,7 +10,7 @@ from torch import nn
 import fusion_passes
 from fusion_passes import PassConfig
 from fusion_passes.comparison import compare
-from fusion_passes.explanation import Accuracy, shorten_path
+from fusion_passes.explanation import Accuracy, merged_names, shorten_path, split_place
 from fusion_passes.inductor import HOOK
 from fusion_passes.models.attention_fp8_static_quant import AttentionFp8StaticQuantPatternModel
 from tests.traced_rules import CALLS, relu_squared_rule, unfused
@@ -102,7 +102,7 @@ def test_near_miss():
     (outcome,) = result.outcomes
     assert outcome.places == 0
     assert outcome.misses
-    assert "the attention's output goes to" in outcome.misses[0]
+    assert "the attention's output goes to" in outcome.misses[0].reason
     page = str(result)
     assert "no place for it in this model" in page
     assert "NEAR MISSES" in page
@@ -254,3 +254,33 @@ def test_paths_are_short(monkeypatch, tmp_path):
     assert shorten_path("/v/lib/site-packages/transformers/a.py:1: x") == "transformers/a.py:1: x"
     assert shorten_path("/elsewhere/model.py:3: x") == "/elsewhere/model.py:3: x"
     assert shorten_path("getitem") == "getitem"
+
+
+def test_places_have_a_module_and_a_line():
+    assert split_place("layers.0.attn, a.py:1: f(x, y)") == ("layers.0.attn", "a.py:1: f(x, y)")
+    assert split_place("/a b.py:1: f(x, y)") == ("", "/a b.py:1: f(x, y)")
+    assert split_place("getitem") == ("", "getitem")
+
+
+@pytest.mark.parametrize(
+    ("names", "merged"),
+    [
+        (["attn"], "attn"),
+        (["layers.7.attn2"], "layers.7.attn2"),
+        ([f"layers.{n}.attn2" for n in (0, 1, 2, 10, 5)], "layers.[0-2,5,10].attn2"),
+        (["a.0.b.1", "a.1.b.0"], "a.*.b.*"),
+        (["attn", "attn"], "attn"),
+    ],
+)
+def test_names_of_layers_are_merged(names, merged):
+    assert merged_names(names) == merged
+
+
+def test_layers_share_a_row():
+    class Layer(nn.Module):
+        def forward(self, x):
+            return unfused(x)
+
+    page = str(explain(nn.Sequential(Layer(), Layer(), Layer()), X, config=TRACED))
+    assert "3x  fused   relu_squared" in page
+    assert "in [0-2]\n" in page
