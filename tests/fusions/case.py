@@ -1,0 +1,44 @@
+"""What the tests that hold for every rule need to know of one: small programs that it fuses, and some that it must not."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FAMILIES = frozenset({"divide", "reciprocal", "inverse", "number", "opaque"})
+"""Ways to spell a static quantisation: x / s, x * (1 / s), x * inverse, a Python number, an op that hides it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program.
+
+    fn, inputs: `fn(*inputs(tokens, device))`; tokens is the size that varies, all else of the shapes is the case's own.
+    fuses: whether the rule applies, under `profitability="ignore"`.  reason: where it does not, a regular expression for
+        what the report says.
+    scales: which inputs are fp32 scales.  dynamic: (input, dimension) that are `tokens`, or may vary at will.
+    reference: what `fn` returns in fp32, before anything is rounded or saturated to FP8.
+    family: of the quantisation, out of `FAMILIES`.
+    strided: inputs that are not contiguous.  cuda: whether it is the same on CUDA.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    inputs: Callable[[int, torch.device | str], tuple[Tensor, ...]]
+    fuses: bool = True
+    reason: str = ""
+    scales: tuple[int, ...] = ()
+    dynamic: tuple[tuple[int, int], ...] = ()
+    reference: Callable[..., Any] | None = None
+    family: str = ""
+    strided: bool = False
+    cuda: bool = True
+
+    def with_scale(self, value: float, tokens: int, device: torch.device | str) -> tuple[Tensor, ...]:
+        """Inputs in which every scale is `value`."""
+        inputs = self.inputs(tokens, device)
+        for i in self.scales:
+            inputs[i].fill_(value)
+        return inputs

@@ -1,0 +1,28 @@
+"""The cases of every rule.  A new rule gets all tests of this folder from its row here."""
+
+import pytest
+
+from fusion_passes.fusions import FUSIONS
+from tests.fusions import attention_quant_cases
+from tests.fusions.case import Case
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "attention_quant": attention_quant_cases.CASES,
+}
+
+
+def each(condition=lambda case: True):
+    """A test for every case of every rule for which `condition` holds, as the arguments `rule` and `case`."""
+    params = [
+        pytest.param(rule.name, case, id=f"{rule.name}: {case.name}")
+        for rule in FUSIONS
+        for case in CASES.get(rule.name, ())
+        if condition(case)
+    ]
+    return pytest.mark.parametrize(("rule", "case"), params)
+
+
+fused = each(lambda case: case.fuses)
+declined = each(lambda case: not case.fuses)
+dynamic = each(lambda case: case.fuses and case.dynamic)
+scaled = each(lambda case: case.fuses and case.scales)

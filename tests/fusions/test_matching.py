@@ -1,0 +1,249 @@
+"""Where a rule applies and where it does not: decided per place, told with the reason, and what is left is left alone."""
+
+import copy
+import functools
+import logging
+import re
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._inductor.utils import get_code
+from torch.fx import GraphModule
+
+import fusion_passes
+from fusion_passes import MatchStatus, PassConfig, PostGradPassManager, Report
+from fusion_passes.fusions import FUSIONS
+from fusion_passes.testing import INPUTS, capture, capture_cuda, print_graph, run
+from tests.fusions.case import FAMILIES
+from tests.fusions.cases import CASES, declined, each, fused
+from tests.fusions.without_code import FUSE
+
+CUDA_BACKENDS = ("cudnn", "flash", "efficient", "math")
+
+
+@pytest.mark.parametrize("rule", [rule.name for rule in FUSIONS])
+def test_every_rule_has_cases(rule):
+    cases = CASES.get(rule, ())
+    applies = [case for case in cases if case.fuses]
+    assert len({case.name for case in cases}) == len(cases), "two cases of one name"
+    assert {case.family for case in applies} >= FAMILIES, "a way to spell the quantisation is missing"
+    assert any(case.dynamic for case in applies), "no case with a dynamic size"
+    assert any(case.strided for case in applies), "no case with strided inputs"
+    assert any(case.scales for case in applies), "no case with a live scale"
+    assert all(case.reference for case in applies), "a case that fuses needs its fp32 reference"
+    assert any(not case.fuses for case in cases), "no case that must not fuse"
+    assert all(case.reason for case in cases if not case.fuses), "a case that must not fuse needs the reason"
+
+
+def rewrite(graph, config=FUSE):
+    report = Report()
+    PostGradPassManager(config, report)(graph)
+    return report
+
+
+def why_not(report, rule):
+    return "\n".join(report.declined(rule))
+
+
+def outputs_of(graph):
+    torch.manual_seed(0)
+    return torch.utils._pytree.tree_leaves(run(graph))
+
+
+def bits(x):
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+@functools.cache
+def captured(case):
+    with torch.no_grad():
+        (graph,) = capture(case.fn, *case.inputs(7, "cpu"))
+    return graph
+
+
+def graph_of(case):
+    """A copy of the case's graph, which is captured once."""
+    original = captured(case).owning_module
+    module = GraphModule(original, copy.deepcopy(original.graph))
+    module.meta[INPUTS] = original.meta[INPUTS]
+    return module.graph
+
+
+@fused
+def test_applies_once(rule, case):
+    graph = graph_of(case)
+    report = rewrite(graph)
+    assert [site.status for site in report.sites if site.rule == rule] == [MatchStatus.FUSED], report
+    assert f"fusion_passes.{rule}" in print_graph(graph)
+    graph.lint()
+    before = print_graph(graph)
+    assert rewrite(graph).count() == 0, "what is fused is fused again"
+    assert print_graph(graph) == before
+
+
+@declined
+def test_what_must_not_fuse_is_bit_for_bit_the_stock_graph(rule, case):
+    graph = graph_of(case)
+    before, values = print_graph(graph), outputs_of(graph)
+    report = rewrite(graph)
+    assert report.count(rule=rule) == 0
+    assert print_graph(graph) == before
+    for x, y in zip(values, outputs_of(graph), strict=True):
+        assert torch.equal(bits(x), bits(y))
+    assert re.search(case.reason, why_not(report, rule)), why_not(report, rule)
+
+
+@fused
+def test_the_settings_decide(rule, case):
+    """Nothing below the rule's level, nothing when switched off, nothing without profit: the CPU has no faster kernel."""
+    graph = graph_of(case)
+    before = print_graph(graph)
+    assert rewrite(graph, PassConfig(level="O0", profitability="ignore")).sites == ()
+    assert rewrite(graph, PassConfig(**{rule: "off"}, profitability="ignore")).sites == ()
+    assert [site.status for site in rewrite(graph, PassConfig()).sites] == [MatchStatus.UNPROFITABLE]
+    assert print_graph(graph) == before
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """What the rules ask of the machine is answered as by an H100 or H200 with Triton 3.6."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fusion_passes."):
+            for question, answer in (("device_capability", lambda device: (9, 0)), ("triton_version", lambda: (3, 6))):
+                if hasattr(module, question):
+                    monkeypatch.setattr(module, question, answer)
+
+
+@each(lambda case: case.cuda and not any(word in case.name for word in ("dropout",)))
+@torch.no_grad()
+def test_the_same_on_cuda(rule, case, hopper):
+    """Every attention backend of CUDA, on fake tensors; a case without that backend is none of its business."""
+    for backend in CUDA_BACKENDS:
+        try:
+            graph = capture_cuda(case.fn, *case.inputs(8, "cpu"), backend=backend)
+        except ValueError as error:
+            assert "backend" in str(error)  # noqa: PT017
+            continue
+        before = print_graph(graph)
+        report = rewrite(graph)
+        if case.fuses:
+            assert report.count(rule=rule) == 1, f"{backend}: {report}\n{before}"
+            graph.lint()
+        else:
+            assert report.count(rule=rule) == 0
+            assert print_graph(graph) == before
+
+
+@pytest.mark.parametrize("rule", FUSIONS, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("method", ["pattern", "legality", "replacement", "describe", "explain"])
+def test_an_exception_in_a_rule_is_no_match_with_its_text(rule, method, monkeypatch):
+    """Never an aborted compilation; the graph is as it was, also where nodes had been added."""
+    case = next(case for case in CASES[rule.name] if case.fuses)
+    if method == "explain":
+        case = next(case for case in CASES[rule.name] if not case.fuses and "goes to" in case.reason)
+    graph = graph_of(case)
+    before = print_graph(graph)
+    original = getattr(type(rule), method)
+
+    def broken(self, *args):
+        if method == "replacement":
+            original(self, *args)
+        raise ValueError("broken on purpose")
+
+    monkeypatch.setattr(type(rule), method, broken)
+    monkeypatch.setattr("fusion_passes.manager.log.warning", lambda *_, **__: None)
+    report = rewrite(graph)
+    if method in ("pattern", "legality", "replacement"):
+        assert [site.status for site in report.sites] == [MatchStatus.ILLEGAL]
+        assert "ValueError: broken on purpose" in report.sites[0].reason
+    if method != "describe":
+        assert print_graph(graph) == before
+    else:
+        assert report.count() == 1
+
+
+@pytest.mark.parametrize("rule", FUSIONS, ids=lambda rule: rule.name)
+def test_asked_for_by_name_and_applied_nowhere_is_a_warning_with_the_reason(rule, caplog):
+    config = PassConfig(**{rule.name: "on"}, profitability="ignore")
+    for case in (case for case in CASES[rule.name] if not case.fuses and "also read" in case.reason):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "fusion_passes"):
+            rewrite(graph_of(case), config)
+        assert f"{rule.name} is on and was applied nowhere" in caplog.text
+        assert re.search(case.reason, caplog.text)
+
+
+@pytest.mark.parametrize("rule", FUSIONS, ids=lambda rule: rule.name)
+def test_two_places_are_decided_one_by_one(rule):
+    """Two models of different geometry in one graph: each place has its own verdict, in any order."""
+    good = next(case for case in CASES[rule.name] if case.fuses)
+    bad = next(case for case in CASES[rule.name] if not case.fuses and "also read" in case.reason)
+    for first, second in ((good, bad), (bad, good)):
+        inputs = (*first.inputs(5, "cpu"), *second.inputs(9, "cpu"))
+        split = len(first.inputs(5, "cpu"))
+
+        def both(*tensors, first=first, second=second, split=split):
+            return first.fn(*tensors[:split]), second.fn(*tensors[split:])
+
+        with torch.no_grad():
+            (graph,) = capture(both, *inputs)
+        report = rewrite(graph)
+        assert sorted(site.status for site in report.sites) == ["fused", "illegal"]
+
+
+@pytest.mark.parametrize("rule", FUSIONS, ids=lambda rule: rule.name)
+def test_all_places_of_a_graph_fuse(rule):
+    """Cases of different geometry side by side, all in one graph."""
+    cases = [case for case in CASES[rule.name] if case.fuses]
+    operands = [case.inputs(tokens, "cpu") for case, tokens in zip(cases, range(3, 3 + len(cases)), strict=True)]
+
+    def all_of_them(operands):
+        return [case.fn(*tensors) for case, tensors in zip(cases, operands, strict=True)]
+
+    with torch.no_grad():
+        (graph,) = capture(all_of_them, operands)
+    report = rewrite(graph)
+    assert report.count(rule=rule.name) == len(cases), report
+
+
+@torch.no_grad()
+def test_layers_of_which_one_has_an_unsupported_head_size(hopper):
+    """64 has a kernel and 72 has none."""
+
+    def layers(x64, x72, scale):
+        return [
+            (F.scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2).float() / scale)
+            .clamp(-448.0, 448.0)
+            .to(torch.float8_e4m3fn)
+            for x in (x64, x72, x64 * 2.0)
+        ]
+
+    inputs = (torch.randn(1, 2, 16, size).bfloat16() for size in (64, 72))
+    graph = capture_cuda(layers, *inputs, torch.tensor(0.37), backend="flash")
+    report = rewrite(graph)
+    assert report.count() == 2
+    assert "has no head size 72, only 64, 80" in why_not(report, "attention_quant")
+
+
+def test_no_pattern_twice():
+    names = [rule.name for rule in FUSIONS]
+    assert len(set(names)) == len(names)
+    for level in ("O0", "O1", "O2"):
+        managed = [rule.name for rule in PostGradPassManager(PassConfig(level=level)).rules]
+        assert len(set(managed)) == len(managed)
+
+
+@pytest.mark.parametrize("rule", FUSIONS, ids=lambda rule: rule.name)
+def test_a_declined_program_compiles_to_the_stock_code(rule):
+    """Character by character, but for the number of the compilation."""
+    cases = (case for case in CASES[rule.name] if not case.fuses)
+    case, inputs = next((c, x) for c in cases if isinstance(c.fn(*(x := c.inputs(7, "cpu"))), torch.Tensor))
+    with torch.no_grad():
+        codes = []
+        for compiled in (torch.compile(case.fn), fusion_passes.compile(case.fn, FUSE)):
+            torch.compiler.reset()
+            codes.append([re.sub(r"AOT ID: .*", "", code) for code in get_code(compiled, *inputs)])
+    assert codes[0]
+    assert codes[0] == codes[1]
