@@ -111,8 +111,8 @@ class PostGradPassManager(inductor.CustomGraphPass):
         status = MatchStatus.ILLEGAL
         insertion = Insertion(graph, m.output)
         try:
+            rule.legality(m)  # first: its sentences say more
             check_side_effects(m)
-            rule.legality(m)
             if self.config.profitability is Profitability.MEASURED:
                 status = MatchStatus.UNPROFITABLE
                 rule.profitability(m)
