@@ -77,9 +77,9 @@ def capture(
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
         return compile_fx(gm, example_inputs, inner_compile=inner_compile)
 
+    torch._dynamo.reset()
     for tensor, dimension in mark_dynamic:
         torch._dynamo.mark_dynamic(tensor, dimension)
-    torch._dynamo.reset()
     try:
         with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
             torch.compile(fn, backend=backend, dynamic=dynamic)(*args, **kwargs)
@@ -200,6 +200,8 @@ class _WithoutCUDA(TorchFunctionMode):
                 return _index(args[0], list(items))
             if all(isinstance(item, Tensor) or item == slice(None) for item in items):
                 return aten.index.Tensor(args[0], [item if isinstance(item, Tensor) else None for item in items])
+        if func is Tensor.__invert__:
+            return aten.bitwise_not.default(args[0])
         if func is Tensor.contiguous and not args[0].is_contiguous(**kwargs):
             return aten.clone.default(args[0], **{"memory_format": torch.contiguous_format, **kwargs})
         if func is torch.tensor and type(args[0]) in (bool, int, float) and "cuda" in str(kwargs.get("device")):
@@ -365,7 +367,7 @@ def run(graph: Graph, *inputs: Any) -> Any:
     if not inputs:
         inputs = module.meta[INPUTS]
     with torch.no_grad():
-        return _OnCPU(GraphModule(module, graph)).run(*inputs)
+        return _OnCPU(module, graph=graph).run(*inputs)
 
 
 def print_graph(graph: Graph) -> str:

@@ -11,8 +11,8 @@ from fusion_passes.graph import argument, aten, calls, is_tensor, is_view, prims
 from fusion_passes.idioms import constants
 from fusion_passes.idioms.reading import Unread, constant, is_cast, number, show, without_copies
 
-CUDNN_MASKED = -65504.0
-"""What a False in a bool mask becomes for cuDNN up to torch 2.11, in place of -inf."""
+CUDNN_MASKED = frozenset({-65504.0, -65536.0})
+"""What a False in a bool mask becomes for cuDNN up to torch 2.11, in place of -inf; the latter where it is bf16."""
 
 NEGATIONS = frozenset({aten.logical_not.default, aten.bitwise_not.default})
 _CONJUNCTIONS = frozenset({aten.logical_and.default, aten.bitwise_and.Tensor})
@@ -78,7 +78,7 @@ class Mask:
         return positive, negated
 
     def _masks_out(self, fill: float | None) -> bool:
-        return fill == -math.inf or (fill == CUDNN_MASKED and self.backend == "cudnn")
+        return fill == -math.inf or (fill in CUDNN_MASKED and self.backend == "cudnn")
 
 
 def where_parts(node: Node) -> tuple[Node, object, object] | None:

@@ -423,7 +423,8 @@ def _leads_to_product(arg: object) -> bool:
         if calls(node, aten.bmm.default):
             return True
         tensors = [x for x in node.all_input_nodes if is_tensor(x)]
-        if calls(node, aten.add.Tensor) or where_parts(node) is not None or len(tensors) == 1:
+        combines = calls(node, aten.add.Tensor, *MULTIPLICATIONS, *DIVISIONS) or where_parts(node) is not None
+        if combines or len(tensors) == 1:
             stack.extend(tensors)
     return False
 

@@ -71,21 +71,29 @@ def assert_reads(graph, attention, expected):
     torch.testing.assert_close(attention.reference(*inputs), expected, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+MASKS = {
+    "sdpa, bool mask": "bool",
+    "sdpa, float mask": "float",
+    "softmax by hand": "float",
+    "eager attention of transformers": "float",
+}
+CAUSAL = {"sdpa, is_causal", "sdpa, lower triangle as mask", "sdpa after repeat_kv", "causal masked_fill by hand"}
+
+
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_spelling_on_the_cpu(name, dtype):
-    q, k, v = qkv(dtype=dtype)
-    mask = torch.randn(16, 24, dtype=dtype)
-    (graph,) = capture(SPELLINGS[name], q, k, v, mask)
-    attention = the(graph)
-    assert attention.kv_heads == 2
-    assert attention.is_causal == any(word in name for word in ("causal", "triangle", "repeat_kv"))
-    assert (
-        attention.mask_kind
-        == ("bool" if "bool" in name else "float" if "float" in name or "hand" in name[7:] or "eager" in name else None)
-        or name == "causal masked_fill by hand"
-    )
-    assert_reads(graph, attention, SPELLINGS[name](q, k, v, mask))
+def test_spelling_on_the_cpu(name):
+    inputs = [(*qkv(dtype=dtype), torch.randn(16, 24, dtype=dtype)) for dtype in (BF16, torch.float16, torch.float32)]
+    # One graph for all dtypes: tracing is what takes the time.
+    (graph,) = capture(lambda inputs: [SPELLINGS[name](*each) for each in inputs], inputs)
+    idioms = recognize(graph)
+    assert [m.reason for m in idioms.near_misses] == []
+    outputs = graph.find_nodes(op="output")[0].args[0]
+    for output, each in zip(outputs, inputs, strict=True):
+        attention = idioms.at(output, Attention)
+        assert attention.kv_heads == 2
+        assert attention.is_causal == (name in CAUSAL)
+        assert attention.mask_kind == MASKS.get(name)
+        assert_reads(graph, attention, SPELLINGS[name](*each))
 
 
 @pytest.mark.parametrize("backend", [*FUSED, "math"])
@@ -217,9 +225,8 @@ def test_masks_and_scales_in_the_math_form():
 
 
 def test_default_scale_is_none():
-    q, k, v = qkv(kv_heads=4)
     mask = torch.randn(16, 24, dtype=BF16)
-    assert read(lambda q, k, v, m: softmax(q @ k.mT / math.sqrt(32) + m, q) @ v, q, k, v, mask).scale is None
+    assert read(SPELLINGS["eager attention of transformers"], *qkv(), mask).scale is None
 
 
 def test_expansion_of_heads():
@@ -241,15 +248,23 @@ def test_expansion_of_heads():
     assert half.kv_heads == 4
 
 
-def test_dynamic_sizes():
-    for name in (
-        "sdpa, is_causal",
-        "sdpa after repeat_kv",
-        "eager attention of transformers",
-        "causal masked_fill by hand",
-    ):
-        attention = read(SPELLINGS[name], *qkv(), torch.randn(16, 24, dtype=BF16), dynamic=True)
-        assert attention.is_causal == (name != "eager attention of transformers")
+@pytest.mark.parametrize("name", ["sdpa, is_causal", "sdpa after repeat_kv", "eager attention of transformers"])
+def test_dynamic_batch_and_lengths(name):
+    q, k, v = qkv()
+    mask = torch.randn(16, 24, dtype=BF16)
+    dynamic = [(x, dim) for x in (q, k, v) for dim in (0, 2)] + [(mask, 0), (mask, 1)]
+    attention = read(SPELLINGS[name], q, k, v, mask, mark_dynamic=dynamic)
+    assert attention.kv_heads == 2
+    assert isinstance(attention.query.meta["val"].shape[2], torch.SymInt)
+    assert attention.is_causal == ("eager" not in name)
+
+
+def test_a_scale_that_is_no_number():
+    # head_dim is dynamic too, so the graph computes head_dim ** -0.5.
+    mask = torch.randn(16, 24, dtype=BF16)
+    assert "the scores pass through aten.mul" in miss(
+        SPELLINGS["eager attention of transformers"], *qkv(), mask, dynamic=True
+    )
 
 
 def test_padding_of_the_head_dimension():

@@ -86,7 +86,7 @@ BINARY = (
 )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_graphs_never_raise(seed):
     choose = random.Random(seed)
     steps = [
