@@ -14,7 +14,7 @@ import json
 import math
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -145,7 +145,7 @@ def replay(graph: torch.cuda.CUDAGraph) -> float:
     return start.elapsed_time(end) * 1e3
 
 
-def contenders(shape: Shape) -> dict[str, Callable[[], object]]:
+def contenders(shape: Shape, backends: Sequence[str] = tuple(BACKENDS)) -> dict[str, Callable[[], object]]:
     """Stock attention and quantisation for each backend, and each kernel that supports the shape."""
     q, k, v, mask, scale = inputs(shape)
     torch.compiler.reset()
@@ -167,7 +167,7 @@ def contenders(shape: Shape) -> dict[str, Callable[[], object]]:
         return out
 
     functions: dict[str, Callable[[], object]] = {
-        name: lambda backend=backend: stock(backend) for name, backend in BACKENDS.items()
+        name: lambda backend=BACKENDS[name]: stock(backend) for name in backends
     }
     for kernel in KERNELS:
         if kernel.unsupported(q, k, v, mask, is_causal=shape.causal) is None:
@@ -175,8 +175,8 @@ def contenders(shape: Shape) -> dict[str, Callable[[], object]]:
     return functions
 
 
-def measure(shape: Shape) -> dict[str, object]:
-    times = microseconds(contenders(shape))
+def measure(shape: Shape, backends: Sequence[str]) -> dict[str, object]:
+    times = microseconds(contenders(shape, backends))
     stock = {name: time for name, time in times.items() if name in BACKENDS}
     ours = {name: time for name, time in times.items() if name not in BACKENDS}
     best = min(stock, key=stock.__getitem__) if stock else None
@@ -208,6 +208,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--level", choices=["kernel"], default="kernel", help="what to compare: kernels alone")
     parser.add_argument("--suite", choices=[*SUITES, "tune"], default="target")
+    parser.add_argument(
+        "--backends", nargs="+", choices=[*BACKENDS], default=[*BACKENDS], help="stock, to compare with"
+    )
     parser.add_argument("--start", type=int, default=0, help="first shape to tune")
     parser.add_argument("--step", type=int, default=1, help="tune every so many shapes: compile in several processes")
     parser.add_argument("--record", type=Path, metavar="DIR", help="write the figures as JSON into DIR")
@@ -220,7 +223,7 @@ def main() -> None:
         return
     rows = []
     for shape in SUITES[arguments.suite]:
-        row = measure(shape)
+        row = measure(shape, arguments.backends)
         rows.append(row)
         print(f"{shape!s:58s} stock {row['best_stock']} {row['microseconds']} ratio {row['ratio']}", flush=True)
     first = [next(iter(row["ratio"].values())) for row in rows if row["ratio"]]  # type: ignore[attr-defined]

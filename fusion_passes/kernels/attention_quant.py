@@ -198,7 +198,7 @@ def launch(
     batch, heads, q_len, head_dim = query.shape
     kv_len = key.shape[2]
     block_d = triton.next_power_of_2(head_dim)
-    block_m, block_n, num_warps, num_stages = config or _config(block_d, q_len, query.device)
+    block_m, block_n, num_warps, num_stages = config or _config(block_d, q_len, attn_mask, query.device)
     mask, mask_kind, mask_strides = None, NO_MASK, (0, 0, 0, 0)
     if attn_mask is not None:
         mask_kind = BOOL_MASK if attn_mask.dtype is torch.bool else ADDED_MASK
@@ -246,20 +246,23 @@ def launch(
 SHORT = {
     64: [(64, 32, 4, 3)],
     128: [(64, 32, 4, 3), (64, 32, 4, 2)],
-    256: [(64, 64, 8, 2), (64, 32, 4, 2)],
+    256: [(128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)],
 }
 LONG = {
-    64: [(128, 64, 4, 3)],
-    128: [(128, 128, 8, 3), (128, 64, 4, 2)],
-    256: [(128, 64, 8, 2), (64, 32, 4, 2)],
+    64: [(128, 64, 4, 3), (64, 32, 4, 3)],
+    128: [(128, 128, 8, 3), (128, 64, 4, 2), (64, 32, 4, 2)],
+    256: [(128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)],
 }
 
 
-def _config(block_d: int, q_len: int, device: torch.device) -> tuple[int, int, int, int]:
+def _config(block_d: int, q_len: int, mask: Tensor | None, device: torch.device) -> tuple[int, int, int, int]:
     configs = (SHORT if q_len <= 1024 else LONG)[block_d]
     room = _shared_memory(device)
+    mask_bytes = 0 if mask is None else mask.element_size()
     for block_m, block_n, num_warps, num_stages in configs:
-        if 2 * block_d * (block_m + 2 * num_stages * block_n) <= room:
+        # Q, K and V for each stage of the pipeline, the mask for all stages but one: what Triton 3.6 allocates.
+        tiles = 2 * block_d * (block_m + 2 * num_stages * block_n)
+        if tiles + (num_stages - 1) * mask_bytes * block_m * block_n <= room:
             return block_m, block_n, num_warps, num_stages
     return configs[-1]
 

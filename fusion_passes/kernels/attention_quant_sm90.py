@@ -10,6 +10,8 @@ Every tensor is [batch, heads, length, head_dim] with any strides that TMA takes
 a sequence give zeros, stores are clipped.
 """
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -27,20 +29,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
 
 ROWS = gl.constexpr(64)  # query rows of one consumer
-LAZY = gl.constexpr(8)  # a row keeps its maximum until the scores exceed it by 2**8, which P in 16 bits stands
+SLACK = gl.constexpr(8)  # with lazy rescaling a row keeps its maximum until a score is 2**8 above it
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # a maximum that is never -inf: (-inf) - (-inf) would be NaN
 LOG2_E = 1.4426950408889634
 
-# (head_dim, causal): consumers, key block, stages of the K and V rings, Q in registers, turns at the tensor cores.
-# Bounded by 227 KB of shared memory, and 240 registers a thread with two consumers, 160 with three. Head size 64 is
-# bound by exp2, which three consumers hide better; their causal tiles would need masks in two blocks.
+# (head_dim, causal): consumers, key block, stages of the K and V rings, Q in registers, turns at the tensor cores, lazy
+# rescaling. Bounded by 227 KB of shared memory, and 240 registers a thread with two consumers, 160 with three.
 CONFIG = {
-    (64, True): (2, 128, 4, 4, True, True),
-    (64, False): (3, 64, 4, 4, True, True),
-    (128, True): (2, 128, 3, 2, True, True),
-    (128, False): (2, 128, 3, 2, True, True),
-    (256, True): (2, 64, 2, 2, False, False),
-    (256, False): (2, 64, 2, 2, False, False),
+    (64, True): (2, 128, 4, 4, True, False, False),
+    (64, False): (2, 128, 4, 4, True, False, False),
+    (128, True): (2, 128, 3, 2, True, True, True),
+    (128, False): (2, 128, 3, 2, True, True, True),
+    (256, True): (2, 64, 2, 2, False, False, True),
+    (256, False): (2, 64, 2, 2, False, False, True),
 }
 
 
@@ -152,7 +153,7 @@ def _scale_rows(x, factor):
 def _step(
     q, k_s, v_s, k_full, k_empty, v_full, v_empty, turn, acc, p, row_max, row_sum, it, phase, more, scale,
     W: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, TURNS: gl.constexpr,
+    V_STAGES: gl.constexpr, TURNS: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Scores of block it + 1, whose K is there, and P.V of block it, both in flight while the softmax runs."""
     v_slot = it % V_STAGES
@@ -170,9 +171,10 @@ def _step(
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_empty.index(k_slot), count=1)
     new_max = gl.maximum(row_max, gl.max(s, 1) * scale)
-    raised = new_max - row_max > LAZY
-    new_max = gl.where(raised, new_max, row_max)
-    any_raised = gl.max(raised.to(gl.int32), 0) != 0
+    if LAZY:
+        raised = new_max - row_max > SLACK
+        new_max = gl.where(raised, new_max, row_max)
+        any_raised = gl.max(raised.to(gl.int32), 0) != 0  # a barrier of the consumer: pays where O is wide
     alpha = gl.exp2(row_max - new_max)
     p32 = gl.exp2(s * scale - new_max[:, None])
     row_sum = _scale_rows(row_sum, alpha) + _partial_sum(p32)
@@ -182,7 +184,10 @@ def _step(
     mbarrier.wait(k_full.index((it + 1) % K_STAGES), ((it + 1) // K_STAGES) & 1, pred=more)
     acc, p_next, new_max, row_sum, alpha = warpgroup_mma_wait(0, deps=[o, p_next, new_max, row_sum, alpha])
     mbarrier.arrive(v_empty.index(v_slot), count=1)
-    if any_raised:
+    if LAZY:
+        if any_raised:
+            acc = _scale_rows(acc, alpha)
+    else:
         acc = _scale_rows(acc, alpha)
     return acc, p_next, new_max, row_sum, it, phase
 
@@ -201,8 +206,8 @@ def _last_pv(p, v_s, v_full, v_empty, acc, it, D: gl.constexpr, BLOCK_N: gl.cons
 def _consume(
     memory, sizes, scale, out_scale_factor, W: gl.constexpr,
     CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
-    INVERSE: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, TURNS: gl.constexpr, LAZY: gl.constexpr, CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr, INVERSE: gl.constexpr,
 ):  # fmt: skip
     """Consumer warp group W: rows W * 64 to W * 64 + 63 of each tile."""
     o_desc, q_s, k_s, v_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, out_scale_ptr = memory
@@ -261,12 +266,12 @@ def _consume(
             if first > 0:
                 acc, p, row_max, row_sum, it, phase = _step(
                     q, k_s, v_s, k_full, k_empty, v_full, v_empty, turn, acc, p0, row_max, row_sum, it, phase,
-                    first > 1, scale, W, CONSUMERS, D, BLOCK_N, K_STAGES, V_STAGES, TURNS,
+                    first > 1, scale, W, CONSUMERS, D, BLOCK_N, K_STAGES, V_STAGES, TURNS, LAZY,
                 )  # fmt: skip
                 for i in range(first - 1):
                     acc, p, row_max, row_sum, it, phase = _step(
                         q, k_s, v_s, k_full, k_empty, v_full, v_empty, turn, acc, p, row_max, row_sum, it, phase,
-                        i < first - 2, scale, W, CONSUMERS, D, BLOCK_N, K_STAGES, V_STAGES, TURNS,
+                        i < first - 2, scale, W, CONSUMERS, D, BLOCK_N, K_STAGES, V_STAGES, TURNS, LAZY,
                     )  # fmt: skip
                 acc = _last_pv(p, v_s, v_full, v_empty, acc, it, D, BLOCK_N, V_STAGES)
             else:
@@ -276,7 +281,7 @@ def _consume(
             for i in range(first):
                 acc, p, row_max, row_sum, it, phase = _step(
                     q, k_s, v_s, k_full, k_empty, v_full, v_empty, turn, acc, p, row_max, row_sum, it, phase,
-                    i < first - 1, scale, W, CONSUMERS, D, BLOCK_N, K_STAGES, V_STAGES, TURNS,
+                    i < first - 1, scale, W, CONSUMERS, D, BLOCK_N, K_STAGES, V_STAGES, TURNS, LAZY,
                 )  # fmt: skip
             acc = _last_pv(p, v_s, v_full, v_empty, acc, it, D, BLOCK_N, V_STAGES)
         it += 1
@@ -301,8 +306,8 @@ def _consume(
 def _attention_quant(
     q_desc, k_desc, v_desc, o_desc, out_scale_ptr, length, heads, group, batch_heads, num_tiles, scale,
     out_scale_factor, C: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, TURNS: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
-    INVERSE: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, TURNS: gl.constexpr, LAZY: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr, INVERSE: gl.constexpr,
 ):  # fmt: skip
     q_s = gl.allocate_shared_memory(q_desc.dtype, [C, 1, 1, ROWS, D], q_desc.layout)
     k_s = gl.allocate_shared_memory(q_desc.dtype, [K_STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
@@ -341,20 +346,20 @@ def _attention_quant(
     if C == 2:
         gl.warp_specialize([
             (_consume, (memory, sizes, scale, out_scale_factor, w0, C, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
-                        TURNS, CAUSAL, SCALED, INVERSE)),
+                        TURNS, LAZY, CAUSAL, SCALED, INVERSE)),
             (_consume, (memory, sizes, scale, out_scale_factor, w1, C, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
-                        TURNS, CAUSAL, SCALED, INVERSE)),
+                        TURNS, LAZY, CAUSAL, SCALED, INVERSE)),
             (_load_qk, (qk, sizes, C, D, BLOCK_N, K_STAGES, CAUSAL)),
             (_load_v, (v, sizes, C, D, BLOCK_N, V_STAGES, CAUSAL)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (memory, sizes, scale, out_scale_factor, w0, C, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
-                        TURNS, CAUSAL, SCALED, INVERSE)),
+                        TURNS, LAZY, CAUSAL, SCALED, INVERSE)),
             (_consume, (memory, sizes, scale, out_scale_factor, w1, C, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
-                        TURNS, CAUSAL, SCALED, INVERSE)),
+                        TURNS, LAZY, CAUSAL, SCALED, INVERSE)),
             (_consume, (memory, sizes, scale, out_scale_factor, w2, C, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
-                        TURNS, CAUSAL, SCALED, INVERSE)),
+                        TURNS, LAZY, CAUSAL, SCALED, INVERSE)),
             (_load_qk, (qk, sizes, C, D, BLOCK_N, K_STAGES, CAUSAL)),
             (_load_v, (v, sizes, C, D, BLOCK_N, V_STAGES, CAUSAL)),
         ], [4, 4, 1, 1], [160, 160, 24, 24])  # fmt: skip
@@ -380,13 +385,14 @@ def launch(
     config = CONFIG[head_dim, is_causal]
     consumers, block_n = config[:2]
     tiles = batch * heads * triton.cdiv(length, consumers * ROWS.value)
-    programs = min(tiles, torch.cuda.get_device_properties(query.device).multi_processor_count)
-    _attention_quant[(programs,)](
+    programs = min(tiles, _multiprocessors(query.device))
+    scale_tensor = query if output_scale is None else output_scale
+    arguments = (
         _descriptor(query, ROWS.value),
         _descriptor(key, block_n),
         _descriptor(value, block_n),
         _descriptor(out, ROWS.value),
-        query if output_scale is None else output_scale,
+        scale_tensor,
         length,
         heads,
         heads // key.shape[1],
@@ -395,12 +401,26 @@ def launch(
         scale * LOG2_E,
         output_scale_factor,
         *config,
-        D=head_dim,
-        CAUSAL=is_causal,
-        SCALED=output_scale is not None,
-        INVERSE=output_scale_inverse,
-        num_warps=4,
+        head_dim,
+        is_causal,
+        output_scale is not None,
+        output_scale_inverse,
     )
+    # All that Triton specialises on. Looking its kernel up here saves a large part of the time of a launch.
+    variant = (query.device, query.dtype, out.dtype, scale_tensor.data_ptr() % 16 == 0, *arguments[12:])
+    kernel = _compiled.get(variant)
+    if kernel is None:
+        _compiled[variant] = _attention_quant[(programs,)](*arguments, num_warps=4)
+    else:
+        kernel[programs, 1, 1](*arguments)
+
+
+_compiled: dict[tuple, triton.compiler.CompiledKernel] = {}
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 GLUON_DTYPES = {
@@ -411,8 +431,14 @@ GLUON_DTYPES = {
 }
 
 
+@functools.cache
 def _layout(rows: int, head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], GLUON_DTYPES[dtype])
+
+
+class _Descriptor(TensorDescriptor):
+    def __post_init__(self) -> None:
+        """Nothing: ``Kernel.unsupported`` has checked the same, and checks take most of the time of a launch."""
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
@@ -420,5 +446,4 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     head_dim = x.shape[3]
     # The stride of a dimension of size 1 means nothing, can be anything, and TMA checks it.
     strides = [head_dim * 8 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    layout = _layout(rows, head_dim, x.dtype)
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, head_dim], layout)
+    return _Descriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, head_dim], _layout(rows, head_dim, x.dtype))

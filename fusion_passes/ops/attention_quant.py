@@ -76,7 +76,7 @@ class Kernel:
             if self.stride_bytes is not None:
                 unit = self.stride_bytes // x.element_size()
                 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-                    if not known(size == 1) and not (known(stride % unit == 0) and known(stride > 0)):
+                    if not known(size == 1) and not known(stride % unit == 0):
                         return f"{label} has a stride of {stride} elements; {self.name} needs multiples of {unit}"
         first, last = self.capability
         capability = capability or device_capability(query.device)
@@ -102,7 +102,7 @@ KERNELS = (
         module="fusion_passes.kernels.attention_quant_sm90",
         head_dims=(64, 128, 256),
         capability=((9, 0), (9, 0)),
-        triton=((3, 6), (3, 7)),  # Gluon is experimental: 3.7 renamed its barrier, 3.8 its TMA functions
+        triton=((3, 6), (3, 8)),  # Gluon is experimental: 3.8 renamed its TMA functions
         masks=False,
         cross_lengths=False,
         stride_bytes=16,  # TMA

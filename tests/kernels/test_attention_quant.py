@@ -202,10 +202,11 @@ def test_size_one_dimensions_with_odd_strides(kernel):
     run_and_check(kernel, q, k, v, is_causal=True)
 
 
-def test_expanded_heads():
+@kernels
+def test_expanded_heads(kernel):
     """repeat_kv written as expand: heads with stride 0."""
     q, k, v = qkv(2, 4, 1, 33, 33, 64)
-    run_and_check(PORTABLE, q, k.expand(2, 4, 33, 64), v.expand(2, 4, 33, 64))
+    run_and_check(kernel, q, k.expand(2, 4, 33, 64), v.expand(2, 4, 33, 64))
 
 
 @kernels
@@ -279,10 +280,12 @@ def test_different_lengths(is_causal):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", PORTABLE.head_dims)
 def test_real_masks(head_dim):
-    q, k, v = qkv(2, 8, 2, 533, 700, head_dim)
-    padding = torch.arange(700, device=DEVICE) < torch.tensor([700, 401], device=DEVICE)[:, None, None, None]
-    run_and_check(PORTABLE, q, k, v, padding)
-    run_and_check(PORTABLE, q, k, v, torch.randn(1, 8, 533, 700, device=DEVICE).to(BF16))
+    for q_len in (533, 1100):
+        q, k, v = qkv(2, 8, 2, q_len, 700, head_dim)
+        padding = torch.arange(700, device=DEVICE) < torch.tensor([700, 401], device=DEVICE)[:, None, None, None]
+        run_and_check(PORTABLE, q, k, v, padding)
+        run_and_check(PORTABLE, q, k, v, torch.randn(1, 8, q_len, 700, device=DEVICE).to(BF16))
+        run_and_check(PORTABLE, q, k, v, torch.randn(2, 1, q_len, 700, device=DEVICE))
 
 
 def needs_memory(gib):
