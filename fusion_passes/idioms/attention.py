@@ -124,6 +124,7 @@ def _read_fused(node: Node) -> Attention | None:
     if scale is not None and not (number(scale) or 0.0) > 0:
         raise Unread(node, f"the scores are scaled by {show(scale)}")
     mask = Mask(node, backend)
+    mask.lengths = q_len, kv_len = value(q).shape[2], value(k).shape[2]
     for name in ("attn_mask", "attn_bias"):
         if (given := arguments.pop(name, None)) is not None:
             mask.add(given)
@@ -138,7 +139,6 @@ def _read_fused(node: Node) -> Attention | None:
     if scale is not None and (unpadded := _unpad(q, k, v, output)) is not None:
         q, k, v, output = unpadded
         nodes.add(output)
-    q_len, kv_len = value(q).shape[2], value(k).shape[2]
     if is_causal and backend == "flash" and not known(q_len == kv_len):
         raise Unread(
             node, f"is_causal with q_len {q_len} and kv_len {kv_len}: the flash op aligns that at the bottom right"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+from torch import SymInt
 from torch.fx import Node
 
 from fusion_passes.graph import argument, aten, calls, is_tensor, is_view, prims, same_shape, value
@@ -24,6 +26,7 @@ class Mask:
     def __init__(self, anchor: Node, backend: str) -> None:
         self.anchor = anchor
         self.backend = backend
+        self.lengths: Sequence[int | SymInt] = ()  # [q_len, kv_len]; a mask that broadcasts over them is not causal
         self.node: Node | None = None
         self.kind: str | None = None
         self.is_causal = False
@@ -43,7 +46,7 @@ class Mask:
     def keep(self, mask: Node, negated: bool = False) -> None:
         """A bool mask: True = attend, or with `negated` True = do not."""
         mask, negated = _positive(_unpadded_mask(mask), negated)
-        if _is_causal(mask, negated) or (not negated and constants.is_causal(mask)):
+        if self._is_causal(mask, negated):
             self.is_causal = True
             return
         if negated:
@@ -51,6 +54,11 @@ class Mask:
                 self.anchor, f"{mask.name} masks where it is True; the idiom needs a mask that is True = attend"
             )
         self._set(mask, "bool")
+
+    def _is_causal(self, mask: Node, negated: bool) -> bool:
+        if not same_shape(value(mask).shape[-2:], self.lengths):
+            return False
+        return _is_causal(mask, negated) or (not negated and constants.is_causal(mask))
 
     def _set(self, node: Node, kind: str) -> None:
         if self.node is not None and self.node is not node:
@@ -73,7 +81,7 @@ class Mask:
         else:
             return None
         positive, negated = _positive(condition, negated)
-        if negated and not _is_causal(positive, negated):
+        if negated and not self._is_causal(positive, negated):
             return None  # no node holds the mask with True = attend: keep the additive form
         return positive, negated
 

@@ -223,6 +223,7 @@ class _Math:
     def _same_shape(self, node: Node, scores: Node) -> None:
         if not same_shape(value(node).shape, value(scores).shape):
             raise Unread(node, f"the mask broadcasts the scores from {shape_of(scores)} to {shape_of(node)}")
+        self.mask.lengths = value(scores).shape[-2:]
 
     def finish(self, right: Node) -> Attention:
         """The operands of both products, the output, and the idiom."""

@@ -177,6 +177,7 @@ def test_causal_masks_by_hand():
     others = [
         lambda q, k: torch.ones(q, k, dtype=torch.bool).tril(k - q),  # aligned at the bottom right
         lambda q, k: torch.ones(q, k, dtype=torch.bool).tril(-1),
+        lambda q, k: torch.arange(k) <= torch.arange(1)[:, None],  # for all queries the same
         lambda q, k: torch.ones(q, k, dtype=torch.bool).triu(),
         lambda q, k: torch.arange(k)[None, :] < torch.arange(q)[:, None],
         lambda q, k: torch.arange(q)[:, None] <= torch.arange(k)[None, :],
