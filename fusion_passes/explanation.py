@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
-import re
-import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from fusion_passes import inductor
 from fusion_passes.comparison import Difference, compare
 from fusion_passes.config import PassConfig, Profitability, Switch
 from fusion_passes.fusions import FUSIONS
 from fusion_passes.manager import PostGradPassManager
+from fusion_passes.places import alike
 from fusion_passes.registration import inductor_options
 from fusion_passes.report import Miss, Report
 from fusion_passes.rule import MatchStatus
 from fusion_passes.table import paragraph, plural, table
-
-T = TypeVar("T", bound=Hashable)
+from fusion_passes.trial import Compilation, Timing, Trial
 
 MISSES_SHOWN = 8
 OUTPUTS_SHOWN = 8
-SAMPLE_SECONDS = 0.01
-"""A sample of the timing repeats the call until it lasts about that long."""
-TIMING_SECONDS = 10.0
-"""A slow model is timed with fewer samples, three at least."""
 
 
 @dataclass(frozen=True)
@@ -92,32 +83,6 @@ class Accuracy:
     def deterministic(self) -> bool:
         """Whether two runs of the stock model gave the same."""
         return all(d.equal for d in self.stock_and_itself)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds per call, the median of several samples taken in turn."""
-
-    stock: float
-    fused: float
-    samples: int
-    clock: str
-
-    @property
-    def speedup(self) -> float:
-        """How many times as fast the fused model is."""
-        return self.stock / self.fused
-
-
-@dataclass(frozen=True)
-class Compilation:
-    """What one of the two compilations made, and how long its first call took."""
-
-    seconds: float
-    graphs: int
-    graph_breaks: int
-    generated_kernels: int
-    external_calls: int
 
 
 @dataclass(frozen=True)
@@ -206,7 +171,7 @@ class Explanation:
 
     def _places(self) -> str:
         rows = []
-        for (rule, status, what, reason), wheres in _alike(
+        for (rule, status, what, reason), wheres in alike(
             ((site.rule, site.status, site.what, site.reason), site.where) for site in self.report.sites
         ):
             text = f"{what}\n" * bool(what) + wheres.text + f"\nbecause {reason}" * bool(reason)
@@ -216,7 +181,7 @@ class Explanation:
     def _misses(self) -> str:
         rows = []
         for outcome in self.outcomes:
-            groups = _alike(((miss.what, miss.reason), miss.where) for miss in outcome.misses)
+            groups = alike(((miss.what, miss.reason), miss.where) for miss in outcome.misses)
             for (what, reason), wheres in groups[:MISSES_SHOWN]:
                 rows.append([f"{wheres.count}x", outcome.fusion, f"{what}: {reason}\n{wheres.text}"])
             if len(groups) > MISSES_SHOWN:
@@ -328,7 +293,7 @@ def explain(
     )
     stock_options = inductor.without(fused_options, PostGradPassManager)
     tell = _Progress(progress)
-    subject = _Subject(model, args, dict(kwargs or {}))
+    subject = Trial(model, args, dict(kwargs or {}))
 
     def compiled(its_options: dict[str, Any]) -> Callable[..., Any]:
         return torch.compile(model, options=its_options, dynamic=dynamic, **torch_compile_kwargs)
@@ -364,112 +329,7 @@ def explain(
     )
 
 
-class _Subject:
-    """The model with its inputs: runs it so that no run sees what another one left behind."""
-
-    def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.model = model
-        self.inputs = (args, kwargs)
-        buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
-        parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
-        given = [leaf for leaf in pytree.tree_leaves(self.inputs) if isinstance(leaf, Tensor)]
-        self.devices = sorted({t.device for t in (*parameters, *buffers, *given)}, key=str)
-        self._state = [(buffer, buffer.detach().clone()) for buffer in buffers]
-        self._state_is_known = False
-
-    @property
-    def on_gpu(self) -> bool:
-        return any(device.type == "cuda" for device in self.devices)
-
-    @property
-    def device_name(self) -> str:
-        names = [
-            f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-            for device in self.devices
-        ]
-        return ", ".join(names) or "cpu"
-
-    def copied_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A copy, for a model that writes to what it is given; the inputs themselves where they cannot be copied."""
-        try:
-            return copy.deepcopy(self.inputs)
-        except Exception:
-            return self.inputs
-
-    def run(self, compiled: Callable[..., Any]) -> Any:
-        """The output of one call, in memory of its own."""
-        args, kwargs = self.copied_inputs()
-        torch.compiler.cudagraph_mark_step_begin()
-        output = compiled(*args, **kwargs)
-        output = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), output)
-        self._put_back()
-        return output
-
-    def first_run(self, compiled: Callable[..., Any]) -> tuple[Any, Compilation]:
-        """The output of the call that compiles, and what was compiled."""
-        before = inductor.compile_counts()
-        start = time.perf_counter()
-        output = self.run(compiled)
-        self._synchronize()
-        seconds = time.perf_counter() - start
-        return output, Compilation(seconds, **{k: n - before[k] for k, n in inductor.compile_counts().items()})
-
-    def _put_back(self) -> None:
-        """Restore the buffers that the model writes to; the first run shows which those are."""
-        if not self._state_is_known:
-            self._state = [(buffer, saved) for buffer, saved in self._state if not _identical(buffer, saved)]
-            self._state_is_known = True
-        for buffer, saved in self._state:
-            buffer.copy_(saved)
-
-    def _synchronize(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
-    def time(self, stock: Callable[..., Any], fused: Callable[..., Any], samples: int) -> Timing:
-        """Time both in turn, on copies of the inputs that stay where they are."""
-        args, kwargs = self.copied_inputs()
-
-        def sample(compiled: Callable[..., Any], calls: int) -> float:
-            start: Any
-            if self.on_gpu:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-            else:
-                start = time.perf_counter()
-            for _ in range(calls):
-                torch.compiler.cudagraph_mark_step_begin()
-                compiled(*args, **kwargs)
-            if not self.on_gpu:
-                return (time.perf_counter() - start) / calls
-            end.record()
-            end.synchronize()
-            return float(start.elapsed_time(end)) / 1e3 / calls
-
-        if self.on_gpu:
-            for compiled in (stock, fused):
-                sample(compiled, 3)  # a CUDA graph is recorded in the second call
-        once = max(sample(stock, 1) + sample(fused, 1), 1e-6) / 2
-        calls = max(1, min(100, round(SAMPLE_SECONDS / once)))
-        samples = max(3, min(samples, round(TIMING_SECONDS / (2 * once * calls))))
-        taken = [(sample(stock, calls), sample(fused, calls)) for _ in range(samples)]
-        self._put_back()
-        clock = "CUDA events" if self.on_gpu else "wall clock"
-        its_stock, its_fused = (statistics.median(column) for column in zip(*taken, strict=True))
-        return Timing(its_stock, its_fused, samples, clock)
-
-    def in_fp32(self) -> Any:
-        """The output of the model, run eagerly, with all 16-bit floating-point tensors in fp32.  FP8 stays FP8."""
-        args, kwargs = pytree.tree_map_only(Tensor, _widened, self.copied_inputs())
-        if not isinstance(self.model, nn.Module):
-            return self.model(*args, **kwargs)
-        model = copy.deepcopy(self.model)
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.data = _widened(tensor.data)
-        return model(*args, **kwargs)
-
-
-def _accuracy(subject: _Subject, stock: Any, fused: Any, stock_again: Any) -> Accuracy:
+def _accuracy(subject: Trial, stock: Any, fused: Any, stock_again: Any) -> Accuracy:
     pairs = (compare(fused, stock), compare(stock_again, stock))
     try:
         reference = subject.in_fp32()
@@ -494,80 +354,6 @@ def _outcomes(config: PassConfig, report: Report) -> tuple[Outcome, ...]:
         misses.sort(key=lambda miss: miss.what != rule.name)  # the rule's own before the idioms'
         outcomes.append(Outcome(rule.name, switch, dict(statuses), tuple(misses)))
     return tuple(outcomes)
-
-
-@dataclass(frozen=True)
-class _Wheres:
-    """Places in like modules at one source line."""
-
-    count: int
-    text: str
-
-
-def _alike(items: Iterable[tuple[T, str]]) -> list[tuple[T, _Wheres]]:
-    """Items that differ in nothing but the number of their layer, together.  An item is what it is, and its place."""
-    groups: dict[tuple[T, str, str], list[str]] = {}
-    for item, where in items:
-        module, line = split_place(where)
-        groups.setdefault((item, re.sub(r"\d+", "#", module), line), []).append(module)
-    found = []
-    for (item, _, line), modules in groups.items():
-        text = f"in {merged_names(modules)}\n" * bool(modules[0]) + f"at {shorten_path(line)}" * bool(line)
-        found.append((item, _Wheres(len(modules), text.rstrip("\n"))))
-    return found
-
-
-def split_place(where: str) -> tuple[str, str]:
-    """The module and the source line of a place in a report; either can be "" where the graph does not know it."""
-    module, comma, line = where.partition(", ")
-    if not re.fullmatch(r"[\w.]+", module):
-        return "", where
-    return (module, line) if comma else ("", where)
-
-
-def merged_names(names: Sequence[str]) -> str:
-    """`layers.[0-2,5].attn` for names that differ in one number; `*` in place of numbers where several differ."""
-    numbers = [re.findall(r"\d+", name) for name in names]
-    varying = [position for position, column in enumerate(zip(*numbers, strict=True)) if len({*column}) > 1]
-    pieces = re.split(r"\d+", names[0])
-    text = pieces[0]
-    for position, piece in enumerate(pieces[1:]):
-        if position not in varying:
-            number = numbers[0][position]
-        elif len(varying) > 1:
-            number = "*"
-        else:
-            number = f"[{_ranges(sorted({int(row[position]) for row in numbers}))}]"
-        text += number + piece
-    return text
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """`0-2,5`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def shorten_path(where: str) -> str:
-    """`file:line: code` with the file relative to the current directory, or from its package on in site-packages."""
-    for marker in ("site-packages/", "dist-packages/"):
-        if marker in where.split(":")[0]:
-            return where.split(marker, 1)[1]
-    return where.removeprefix(f"{Path.cwd()}/")
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _identical(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, for every dtype."""
-    return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 def _worst(differences: tuple[Difference, ...]) -> str:

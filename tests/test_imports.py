@@ -21,7 +21,7 @@ LAYERS = (
     ("idioms",),
     ("fusions",),
     ("inductor", "compiled", "matcher", "debug", "manager", "registration"),
-    ("table", "comparison", "explanation", "machine", "testing", "__main__"),
+    ("table", "comparison", "places", "trial", "explanation", "machine", "testing", "__main__"),
 )
 LAYER = {name: depth for depth, group in enumerate(LAYERS) for name in group}
 FILES = sorted(PACKAGE.rglob("*.py"))
