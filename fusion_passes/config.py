@@ -106,7 +106,7 @@ class PassConfig:
         environ = os.environ if environ is None else environ
         fields = {f.name: f.name for f in dataclasses.fields(cls) if f.name not in ("extra_fusions", "debug_dir")}
         variables = {ENV_PREFIX + name.upper(): name for name in fields} | {DEBUG_VARIABLE: "debug_dir"}
-        settings = {}
+        settings: dict[str, Any] = {}
         for variable, text in environ.items():
             if variable.startswith(ENV_PREFIX):
                 if variable not in variables:

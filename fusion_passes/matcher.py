@@ -49,11 +49,12 @@ class TracedRule(Rule[TracedMatch]):
     match itself.
     """
 
-    name: str
+    # Of the class in other rules; here each instance is a rule.
+    name: str  # type: ignore[misc]
     search: Callable[..., Tensor]
     replace: Callable[..., Tensor]
     example_inputs: tuple[Tensor, ...] = field(repr=False)
-    summary: str = ""
+    summary: str = ""  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         parameters = list(inspect.signature(self.search).parameters)
