@@ -1,10 +1,9 @@
 """Attention with FP8 output for Hopper, in Gluon (Triton 3.6 and 3.7): warp-specialised, TMA in and out, wgmma.
 
-A program holds two or three consumer warp groups of 64 query rows each, one warp that loads Q and K, and one that loads
-V, with TMA into rings in shared memory. Programs are persistent: each works on many tiles, the rows of its consumers in
-one head. A consumer issues the scores of the next key block before P.V of this one and runs the softmax while both are
-in flight. Key blocks run from the last one down, so that the one block that needs a mask (diagonal, or end of the keys)
-comes first.
+A program holds two consumer warp groups of 64 query rows each, one warp that loads Q and K, and one that loads V, with
+TMA into rings in shared memory. Programs are persistent: each works on many tiles of 128 rows of one head. A consumer
+issues the scores of the next key block before P.V of this one and runs the softmax while both are in flight. Key blocks
+run from the last one down, so that the one block that needs a mask (diagonal, or end of the keys) comes first.
 
 Every tensor is [batch, heads, length, head_dim] with any strides that TMA takes; q_len == kv_len. Loads past the end of
 a sequence give zeros, stores are clipped.
@@ -33,15 +32,12 @@ SLACK = gl.constexpr(8)  # with lazy rescaling a row keeps its maximum until a s
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # a maximum that is never -inf: (-inf) - (-inf) would be NaN
 LOG2_E = 1.4426950408889634
 
-# (head_dim, causal): consumers, key block, stages of the K and V rings, Q in registers, turns at the tensor cores, lazy
-# rescaling. Bounded by 227 KB of shared memory, and 240 registers a thread with two consumers, 160 with three.
+# By head_dim: key block, stages of the K and V rings, Q in registers, turns at the tensor cores, lazy rescaling. The
+# bounds are 227 KB of shared memory and 240 registers a thread.
 CONFIG = {
-    (64, True): (2, 128, 4, 4, True, False, False),
-    (64, False): (2, 128, 4, 4, True, False, False),
-    (128, True): (2, 128, 3, 2, True, True, True),
-    (128, False): (2, 128, 3, 2, True, True, True),
-    (256, True): (2, 64, 2, 2, False, False, True),
-    (256, False): (2, 64, 2, 2, False, False, True),
+    64: (128, 4, 4, True, False, False),
+    128: (128, 3, 2, True, True, True),
+    256: (64, 2, 2, False, False, True),
 }
 
 
@@ -55,7 +51,7 @@ def _rounds(num_tiles):
 
 
 @gluon.jit
-def _tile(r, length, heads, batch_heads, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+def _tile(r, length, heads, batch_heads, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
     """Round r of this program -> batch, query head, first row, number of key blocks.
 
     Causal: longest rows first, and every second round runs backwards through the programs, which balances the lengths.
@@ -66,31 +62,30 @@ def _tile(r, length, heads, batch_heads, CONSUMERS: gl.constexpr, BLOCK_N: gl.co
     batch_head = t - block * batch_heads
     key_blocks = (length + BLOCK_N - 1) // BLOCK_N
     if CAUSAL:
-        gl.static_assert(CONSUMERS == 2)
         block = (length + 2 * ROWS - 1) // (2 * ROWS) - 1 - block
         # Up to the diagonal, not clipped at the last key: the upper consumer may skip a block, never its only one.
         key_blocks = (block + 1) * (2 * ROWS // BLOCK_N)
     b = batch_head // heads
-    return b, batch_head - b * heads, block * CONSUMERS * ROWS, key_blocks
+    return b, batch_head - b * heads, block * 2 * ROWS, key_blocks
 
 
 # In one tile all four partitions take the same number of turns at each ring; `i % STAGES` is the slot and
-# `(i // STAGES) & 1` the phase. An arrive counts once for a whole warp group, so "empty" counts the consumers. No
+# `(i // STAGES) & 1` the phase. An arrive counts once for a whole warp group, so "empty" counts to 2. No
 # "empty" may be signalled for a block whose "full" was not waited for: it could complete the phase before.
 
 
 @gluon.jit
 def _load_qk(
     memory, sizes,
-    CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads Q and K."""
     q_desc, k_desc, q_s, k_s, q_full, q_empty, k_full, k_empty = memory
     length, heads, group, batch_heads, num_tiles = sizes
     it = 0
     for r in range(_rounds(num_tiles)):
-        b, h, row, key_blocks = _tile(r, length, heads, batch_heads, CONSUMERS, BLOCK_N, CAUSAL)
-        for w in gl.static_range(CONSUMERS):
+        b, h, row, key_blocks = _tile(r, length, heads, batch_heads, BLOCK_N, CAUSAL)
+        for w in gl.static_range(2):
             mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
             mbarrier.expect(q_full.index(w), ROWS * D * 2)
             tma.async_copy_global_to_shared(q_desc, [b, h, row + w * ROWS, 0], q_full.index(w), q_s.index(w))
@@ -106,14 +101,14 @@ def _load_qk(
 @gluon.jit
 def _load_v(
     memory, sizes,
-    CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads V."""
     v_desc, v_s, v_full, v_empty = memory
     length, heads, group, batch_heads, num_tiles = sizes
     it = 0
     for r in range(_rounds(num_tiles)):
-        b, h, _row, key_blocks = _tile(r, length, heads, batch_heads, CONSUMERS, BLOCK_N, CAUSAL)
+        b, h, _row, key_blocks = _tile(r, length, heads, batch_heads, BLOCK_N, CAUSAL)
         for i in range(key_blocks):
             s = it % V_STAGES
             mbarrier.wait(v_empty.index(s), ((it // V_STAGES) & 1) ^ 1)
@@ -151,30 +146,32 @@ def _scale_rows(x, factor):
 
 @gluon.jit
 def _step(
-    q, k_s, v_s, k_full, k_empty, v_full, v_empty, turn, acc, p, row_max, row_sum, it, phase, more, scale,
-    W: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr,
+    q, rings, state, more, scale,
+    W: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, TURNS: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Scores of block it + 1, whose K is there, and P.V of block it, both in flight while the softmax runs."""
+    k_s, v_s, k_full, k_empty, v_full, v_empty, turn = rings
+    acc, p, row_max, row_sum, it, phase = state
     v_slot = it % V_STAGES
     v_phase = (it // V_STAGES) & 1
     it += 1
     k_slot = it % K_STAGES
-    if TURNS:  # one consumer issues while the others are in their softmax
+    if TURNS:  # one consumer issues while the other is in its softmax
         mbarrier.wait(turn.index(W), phase)
         phase ^= 1
     s = _scores(q, k_s.index(k_slot).reshape([BLOCK_N, D]), BLOCK_N)
     mbarrier.wait(v_full.index(v_slot), v_phase)
     o = warpgroup_mma(p, v_s.index(v_slot).reshape([BLOCK_N, D]).slice(0, p.shape[1]), acc, is_async=True)
     if TURNS:
-        mbarrier.arrive(turn.index((W + 1) % CONSUMERS), count=1)
+        mbarrier.arrive(turn.index(1 - W), count=1)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_empty.index(k_slot), count=1)
     new_max = gl.maximum(row_max, gl.max(s, 1) * scale)
     if LAZY:
         raised = new_max - row_max > SLACK
         new_max = gl.where(raised, new_max, row_max)
-        any_raised = gl.max(raised.to(gl.int32), 0) != 0  # a barrier of the consumer: pays where O is wide
+        any_raised = gl.max(raised.to(gl.int32), 0) != 0  # needs a barrier: pays only where O is wide
     alpha = gl.exp2(row_max - new_max)
     p32 = gl.exp2(s * scale - new_max[:, None])
     row_sum = _scale_rows(row_sum, alpha) + _partial_sum(p32)
@@ -189,29 +186,32 @@ def _step(
             acc = _scale_rows(acc, alpha)
     else:
         acc = _scale_rows(acc, alpha)
-    return acc, p_next, new_max, row_sum, it, phase
+    return (acc, p_next, new_max, row_sum, it, phase)
 
 
 @gluon.jit
-def _last_pv(p, v_s, v_full, v_empty, acc, it, D: gl.constexpr, BLOCK_N: gl.constexpr, V_STAGES: gl.constexpr):
+def _last_pv(rings, state, D: gl.constexpr, BLOCK_N: gl.constexpr, V_STAGES: gl.constexpr):
+    _, v_s, _, _, v_full, v_empty, _ = rings
+    acc, p, _, row_sum, it, phase = state
     slot = it % V_STAGES
     mbarrier.wait(v_full.index(slot), (it // V_STAGES) & 1)
     v = v_s.index(slot).reshape([BLOCK_N, D]).slice(0, p.shape[1])
     acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, v, acc, is_async=True)])
     mbarrier.arrive(v_empty.index(slot), count=1)
-    return acc
+    return acc, row_sum, it + 1, phase
 
 
 @gluon.jit
 def _consume(
-    memory, sizes, scale, out_scale_factor, W: gl.constexpr,
-    CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    memory, rings, sizes, scale, out_scale_factor, W: gl.constexpr,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, TURNS: gl.constexpr, LAZY: gl.constexpr, CAUSAL: gl.constexpr,
     SCALED: gl.constexpr, INVERSE: gl.constexpr,
 ):  # fmt: skip
     """Consumer warp group W: rows W * 64 to W * 64 + 63 of each tile."""
-    o_desc, q_s, k_s, v_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, out_scale_ptr = memory
-    length, heads, _group, batch_heads, num_tiles = sizes
+    o_desc, out_scale_ptr, q_s, q_full, q_empty, o_s = memory
+    k_s, _, k_full, k_empty, v_full, v_empty, _ = rings
+    length, heads, _, batch_heads, num_tiles = sizes
     # Of the first block of a causal tile the upper group needs one half (BLOCK_N 128) or nothing (BLOCK_N 64).
     UPPER: gl.constexpr = CAUSAL and W == 0
     N0: gl.constexpr = 64 if UPPER else BLOCK_N
@@ -227,7 +227,7 @@ def _consume(
     it = 0
     phase = 0
     for r in range(_rounds(num_tiles)):
-        b, h, row, key_blocks = _tile(r, length, heads, batch_heads, CONSUMERS, BLOCK_N, CAUSAL)
+        b, h, row, key_blocks = _tile(r, length, heads, batch_heads, BLOCK_N, CAUSAL)
         row += W * ROWS
         q = q_s.index(W).reshape([ROWS, D])
         mbarrier.wait(q_full.index(W), r & 1)
@@ -262,29 +262,19 @@ def _consume(
         acc = gl.zeros([ROWS, D], gl.float32, out_l)
         mbarrier.wait(k_full.index((it + 1) % K_STAGES), ((it + 1) // K_STAGES) & 1, pred=first > 0)
 
+        state = (acc, p0, row_max, row_sum, it, phase)
         if UPPER and not SKIP:  # the first P is narrower than the others, so it cannot enter the loop
             if first > 0:
-                acc, p, row_max, row_sum, it, phase = _step(
-                    q, k_s, v_s, k_full, k_empty, v_full, v_empty, turn, acc, p0, row_max, row_sum, it, phase,
-                    first > 1, scale, W, CONSUMERS, D, BLOCK_N, K_STAGES, V_STAGES, TURNS, LAZY,
-                )  # fmt: skip
+                wide = _step(q, rings, state, first > 1, scale, W, D, BLOCK_N, K_STAGES, V_STAGES, TURNS, LAZY)
                 for i in range(first - 1):
-                    acc, p, row_max, row_sum, it, phase = _step(
-                        q, k_s, v_s, k_full, k_empty, v_full, v_empty, turn, acc, p, row_max, row_sum, it, phase,
-                        i < first - 2, scale, W, CONSUMERS, D, BLOCK_N, K_STAGES, V_STAGES, TURNS, LAZY,
-                    )  # fmt: skip
-                acc = _last_pv(p, v_s, v_full, v_empty, acc, it, D, BLOCK_N, V_STAGES)
+                    wide = _step(q, rings, wide, i < first - 2, scale, W, D, BLOCK_N, K_STAGES, V_STAGES, TURNS, LAZY)
+                acc, row_sum, it, phase = _last_pv(rings, wide, D, BLOCK_N, V_STAGES)
             else:
-                acc = _last_pv(p0, v_s, v_full, v_empty, acc, it, D, BLOCK_N, V_STAGES)
+                acc, row_sum, it, phase = _last_pv(rings, state, D, BLOCK_N, V_STAGES)
         else:
-            p = p0
             for i in range(first):
-                acc, p, row_max, row_sum, it, phase = _step(
-                    q, k_s, v_s, k_full, k_empty, v_full, v_empty, turn, acc, p, row_max, row_sum, it, phase,
-                    i < first - 1, scale, W, CONSUMERS, D, BLOCK_N, K_STAGES, V_STAGES, TURNS, LAZY,
-                )  # fmt: skip
-            acc = _last_pv(p, v_s, v_full, v_empty, acc, it, D, BLOCK_N, V_STAGES)
-        it += 1
+                state = _step(q, rings, state, i < first - 1, scale, W, D, BLOCK_N, K_STAGES, V_STAGES, TURNS, LAZY)
+            acc, row_sum, it, phase = _last_pv(rings, state, D, BLOCK_N, V_STAGES)
         if not Q_IN_REGISTERS:
             mbarrier.arrive(q_empty.index(W), count=1)
 
@@ -305,64 +295,52 @@ def _consume(
 @gluon.jit(do_not_specialize=["length", "heads", "group", "batch_heads", "num_tiles"])
 def _attention_quant(
     q_desc, k_desc, v_desc, o_desc, out_scale_ptr, length, heads, group, batch_heads, num_tiles, scale,
-    out_scale_factor, C: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    out_scale_factor, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, TURNS: gl.constexpr, LAZY: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
     SCALED: gl.constexpr, INVERSE: gl.constexpr,
 ):  # fmt: skip
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [C, 1, 1, ROWS, D], q_desc.layout)
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, ROWS, D], q_desc.layout)
     k_s = gl.allocate_shared_memory(q_desc.dtype, [K_STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(q_desc.dtype, [V_STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
-    o_s = gl.allocate_shared_memory(o_desc.dtype, [C, 1, 1, ROWS, D], o_desc.layout)
+    o_s = gl.allocate_shared_memory(o_desc.dtype, [2, 1, 1, ROWS, D], o_desc.layout)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [C, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [C, 1], bar)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], bar)
     k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], bar)
-    turn = gl.allocate_shared_memory(gl.int64, [C, 1], bar)
-    for i in gl.static_range(C):
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
         mbarrier.init(turn.index(i), count=1)
     for i in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=C)
+        mbarrier.init(k_empty.index(i), count=2)
     for i in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=C)
+        mbarrier.init(v_empty.index(i), count=2)
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
     _barrier()
     w0: gl.constexpr = 0
     w1: gl.constexpr = 1
-    w2: gl.constexpr = 2
-    memory = (o_desc, q_s, k_s, v_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, out_scale_ptr)
+    memory = (o_desc, out_scale_ptr, q_s, q_full, q_empty, o_s)
+    rings = (k_s, v_s, k_full, k_empty, v_full, v_empty, turn)
     sizes = (length, heads, group, batch_heads, num_tiles)
     qk = (q_desc, k_desc, q_s, k_s, q_full, q_empty, k_full, k_empty)
     v = (v_desc, v_s, v_full, v_empty)
     # After the partitions: the warps and the registers of each but the first, which gets the registers that are left.
-    if C == 2:
-        gl.warp_specialize([
-            (_consume, (memory, sizes, scale, out_scale_factor, w0, C, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
-                        TURNS, LAZY, CAUSAL, SCALED, INVERSE)),
-            (_consume, (memory, sizes, scale, out_scale_factor, w1, C, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
-                        TURNS, LAZY, CAUSAL, SCALED, INVERSE)),
-            (_load_qk, (qk, sizes, C, D, BLOCK_N, K_STAGES, CAUSAL)),
-            (_load_v, (v, sizes, C, D, BLOCK_N, V_STAGES, CAUSAL)),
-        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consume, (memory, sizes, scale, out_scale_factor, w0, C, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
-                        TURNS, LAZY, CAUSAL, SCALED, INVERSE)),
-            (_consume, (memory, sizes, scale, out_scale_factor, w1, C, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
-                        TURNS, LAZY, CAUSAL, SCALED, INVERSE)),
-            (_consume, (memory, sizes, scale, out_scale_factor, w2, C, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
-                        TURNS, LAZY, CAUSAL, SCALED, INVERSE)),
-            (_load_qk, (qk, sizes, C, D, BLOCK_N, K_STAGES, CAUSAL)),
-            (_load_v, (v, sizes, C, D, BLOCK_N, V_STAGES, CAUSAL)),
-        ], [4, 4, 1, 1], [160, 160, 24, 24])  # fmt: skip
+    gl.warp_specialize([
+        (_consume, (memory, rings, sizes, scale, out_scale_factor, w0, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
+                    TURNS, LAZY, CAUSAL, SCALED, INVERSE)),
+        (_consume, (memory, rings, sizes, scale, out_scale_factor, w1, D, BLOCK_N, K_STAGES, V_STAGES, Q_IN_REGISTERS,
+                    TURNS, LAZY, CAUSAL, SCALED, INVERSE)),
+        (_load_qk, (qk, sizes, D, BLOCK_N, K_STAGES, CAUSAL)),
+        (_load_v, (v, sizes, D, BLOCK_N, V_STAGES, CAUSAL)),
+    ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
 def launch(
@@ -382,9 +360,9 @@ def launch(
     if attn_mask is not None or query.shape[2] != key.shape[2] or not scale > 0.0:
         raise ValueError("the Hopper attention kernel takes no mask, equal lengths and a positive scale")
     batch, heads, length, head_dim = query.shape
-    config = CONFIG[head_dim, is_causal]
-    consumers, block_n = config[:2]
-    tiles = batch * heads * triton.cdiv(length, consumers * ROWS.value)
+    config = CONFIG[head_dim]
+    block_n = config[0]
+    tiles = batch * heads * triton.cdiv(length, 2 * ROWS.value)
     programs = min(tiles, _multiprocessors(query.device))
     scale_tensor = query if output_scale is None else output_scale
     arguments = (
