@@ -88,14 +88,22 @@ def capture(
     return graphs
 
 
-def capture_cuda(fn: Callable[..., Any], *args: Any, backend: str = "cudnn", **kwargs: Any) -> Graph:
+def capture_cuda(
+    fn: Callable[..., Any],
+    *args: Any,
+    backend: str = "cudnn",
+    mark_dynamic: Sequence[tuple[Tensor, int]] = (),
+    **kwargs: Any,
+) -> Graph:
     """The post-grad graph of `fn` on CUDA, without a GPU: traced on fake CUDA tensors.
 
     fn: a function or module, unmodified; its calls of `scaled_dot_product_attention` become what `backend` makes of
         them: "cudnn", "flash", "efficient" or "math".
     args, kwargs: tensors (their shape, strides and dtype are used, and their values by `run`), anything else as it is.
+    mark_dynamic: pairs (tensor, dimension) of sizes to keep symbolic; equal sizes share a symbol.
     Returns one graph whose inputs are the tensors among args and kwargs in order, then the module's parameters and
-    buffers.  The whole of fn is traced in one go: it must not depend on values, and shapes are static.
+    buffers.  The whole of fn is traced in one go, so it must not depend on values.  A symbolic size is a `sym_size`
+    node in this graph, where Inductor's has an input.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._inductor.decomposition import select_decomp_table
@@ -108,6 +116,8 @@ def capture_cuda(fn: Callable[..., Any], *args: Any, backend: str = "cudnn", **k
 
     if backend not in EXPANSIONS:
         raise ValueError(f"backend must be one of {', '.join(EXPANSIONS)}, got {backend!r}")
+    if backend == "math" and mark_dynamic and not torch.cuda.is_available():
+        raise ValueError("the math backend with symbolic sizes can only be captured with CUDA")
     state: dict[str, Tensor] = {}
     if isinstance(fn, torch.nn.Module):
         state = {**dict(fn.named_parameters()), **dict(fn.named_buffers())}
@@ -126,7 +136,7 @@ def capture_cuda(fn: Callable[..., Any], *args: Any, backend: str = "cudnn", **k
         return _tensors(torch.func.functional_call(fn, weights, given, named))
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    fakes = [_fake_cuda(tensor, mode) for tensor in inputs]
+    fakes = [_fake_cuda(tensor, mode, [dim for t, dim in mark_dynamic if t is tensor]) for tensor in inputs]
     recorded: list[Graph] = []
     import torch._inductor.config as inductor_config
 
@@ -165,9 +175,16 @@ def _tensors(result: Any) -> Any:
     return tuple(leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, Tensor))
 
 
-def _fake_cuda(tensor: Tensor, mode: FakeTensorMode) -> FakeTensor:
+def _fake_cuda(tensor: Tensor, mode: FakeTensorMode, dynamic: Sequence[int]) -> Tensor:
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return FakeTensor(mode, meta, torch.device("cuda:0"))
+    if not dynamic:
+        return FakeTensor(mode, meta, torch.device("cuda:0"))
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    sizes = [DimDynamic.DUCK if dim in dynamic else DimDynamic.STATIC for dim in range(tensor.ndim)]
+    symbolic = mode.from_tensor(meta, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+    with mode:
+        return torch.empty_strided(symbolic.shape, symbolic.stride(), dtype=tensor.dtype, device="cuda:0")
 
 
 @contextmanager
@@ -329,8 +346,8 @@ class _OnCPU(Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = _on_cpu(kwargs)
-        name = getattr(target, "_schema", None) and target._schema.name
-        if name in _ATTENTION_ARGUMENTS:
+        name = target._schema.name if hasattr(target, "_schema") else ""
+        if name in _CUDA_ATTENTION:
             names = [argument.name for argument in target._schema.arguments]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             mask = given.get("attn_bias", given.get("attn_mask"))
@@ -339,21 +356,18 @@ class _OnCPU(Interpreter):
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
-            strided = self.env_stride(target, q, out)
-            return (strided,)
+            return (_strided_like(name, q, out),)
         return super().call_function(target, args, kwargs)
 
-    @staticmethod
-    def env_stride(target: Any, query: Tensor, out: Tensor) -> Tensor:
-        """The output in the memory layout of the CUDA op: [batch, len, heads, dim] for the efficient one, else q's."""
-        if "efficient" in target._schema.name:
-            return out.transpose(1, 2).contiguous().transpose(1, 2)
-        return torch.empty_like(query[..., :1].expand_as(out) if out.shape != query.shape else query).copy_(out)
+
+def _strided_like(name: str, query: Tensor, out: Tensor) -> Tensor:
+    """The output in the memory layout of the CUDA op: [batch, len, heads, dim] for the efficient one, else q's."""
+    if "efficient" in name:
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+    return torch.empty_like(query).copy_(out) if out.shape == query.shape else out.contiguous()
 
 
-_ATTENTION_ARGUMENTS = frozenset(
-    f"aten::_scaled_dot_product_{name}_attention" for name in ("cudnn", "flash", "efficient")
-)
+_CUDA_ATTENTION = frozenset(f"aten::_scaled_dot_product_{name}_attention" for name in ("cudnn", "flash", "efficient"))
 
 
 def run(graph: Graph, *inputs: Any) -> Any:

@@ -104,6 +104,22 @@ def test_capture_cuda_of_a_module_and_a_tree_of_arguments():
     assert not isinstance(model.linear.weight, torch._subclasses.FakeTensor)
 
 
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient"])
+def test_capture_cuda_with_dynamic_sizes(backend):
+    q = torch.randn(2, 4, 5, 16, dtype=BF16)
+
+    def attention(q):
+        x = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return x.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
+
+    graph = capture_cuda(attention, q, backend=backend, mark_dynamic=[(q, 0), (q, 2)])
+    (placeholder,) = graph.find_nodes(op="placeholder")
+    assert [type(size) for size in placeholder.meta["val"].shape] == [torch.SymInt, int, torch.SymInt, int]
+    for batch, length in ((2, 5), (3, 9)):
+        q = torch.randn(batch, 4, length, 16, dtype=BF16)
+        torch.testing.assert_close(run(graph, q)[0], attention(q), atol=1e-2, rtol=1e-2)
+
+
 def test_capture_cuda_says_what_it_cannot_do():
     q = torch.randn(1, 2, 5, 16)
     with pytest.raises(ValueError, match="backend must be one of cudnn, flash, efficient, math, got 'cuda'"):

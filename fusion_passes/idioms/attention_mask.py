@@ -49,6 +49,9 @@ class Mask:
         if self._is_causal(mask, negated):
             self.is_causal = True
             return
+        fixed = constants.evaluate(mask)
+        if fixed is not None and bool((fixed != negated).all()):
+            return  # made from constants, and attends everywhere
         if negated:
             raise Unread(
                 self.anchor, f"{mask.name} masks where it is True; the idiom needs a mask that is True = attend"

@@ -188,6 +188,15 @@ def test_causal_masks_by_hand():
         assert (attention.is_causal, attention.mask_kind) == (False, "bool")
 
 
+def test_a_mask_that_attends_everywhere_is_none():
+    def attention(q, k, v):
+        mask = torch.arange(k.shape[2])[None, :] >= torch.zeros(q.shape[2], 1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    found = read(attention, *qkv(kv_heads=4))
+    assert (found.attn_mask, found.mask_kind, found.is_causal) == (None, None, False)
+
+
 def test_a_causal_mask_of_dynamic_size():
     def attention(q, k, v):
         mask = torch.arange(k.shape[2]) <= torch.arange(q.shape[2])[:, None]
