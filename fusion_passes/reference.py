@@ -22,9 +22,10 @@ def attention(
     is_causal: query i sees keys 0 to i, aligned at the top left also when the lengths differ.
     scale: of the scores, ``head_dim ** -0.5`` if None.
 
-    Where torch's backends differ this is the math backend. A row that may attend to nothing, or has only scores of -inf,
-    is 0 (cuDNN gives other numbers for a bool mask); a row whose scores are all the lowest finite number is the mean of
-    the values (0 in cuDNN and the memory-efficient backend); a NaN in a row's scores makes the row NaN (0 on the CPU).
+    Where torch's backends differ this is the math backend. A row that may attend to nothing, or has only scores of
+    -inf, is 0 (cuDNN gives other numbers for a bool mask). A row whose scores are all the lowest finite number is the
+    mean of the values (0 in cuDNN and the memory-efficient backend). A NaN in a row's scores makes the row NaN (0 in
+    the flash backend for CPU).
     """
     if scale is None:
         scale = query.shape[-1] ** -0.5
