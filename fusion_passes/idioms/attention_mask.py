@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import SymInt
@@ -15,6 +16,8 @@ from fusion_passes.idioms.reading import Unread, constant, is_cast, number, show
 
 CUDNN_MASKED = frozenset({-65504.0, -65536.0})
 """What a False in a bool mask becomes for cuDNN up to torch 2.11, in place of -inf; the latter where it is bf16."""
+
+T = TypeVar("T")
 
 NEGATIONS = frozenset({aten.logical_not.default, aten.bitwise_not.default})
 _CONJUNCTIONS = frozenset({aten.logical_and.default, aten.bitwise_and.Tensor})
@@ -49,7 +52,7 @@ class Mask:
         if self._is_causal(mask, negated):
             self.is_causal = True
             return
-        fixed = constants.evaluate(mask)
+        fixed = _run(constants.evaluate, mask)
         if fixed is not None and bool((fixed != negated).all()):
             return  # made from constants, and attends everywhere
         if negated:
@@ -61,7 +64,7 @@ class Mask:
     def _is_causal(self, mask: Node, negated: bool) -> bool:
         if not same_shape(value(mask).shape[-2:], self.lengths):
             return False
-        return _is_causal(mask, negated) or (not negated and constants.is_causal(mask))
+        return _is_causal(mask, negated) or (not negated and bool(_run(constants.is_causal, mask)))
 
     def _set(self, node: Node, kind: str) -> None:
         if self.node is not None and self.node is not node:
@@ -90,6 +93,14 @@ class Mask:
 
     def _masks_out(self, fill: float | None) -> bool:
         return fill == -math.inf or (fill in CUDNN_MASKED and self.backend == "cudnn")
+
+
+def _run(question: Callable[[Node], T], mask: Node) -> T | None:
+    """The answer to a question that runs the mask's ops; None where they cannot be run: the mask is read as it is."""
+    try:
+        return question(mask)
+    except Exception:
+        return None
 
 
 def where_parts(node: Node) -> tuple[Node, object, object] | None:
