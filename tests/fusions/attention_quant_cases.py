@@ -29,10 +29,10 @@ def output_scale(device):
     return torch.tensor(SCALE, device=device)
 
 
-def qkv(heads=HEADS, kv_heads=HEADS, batch=2, dtype=torch.bfloat16, q_len=None, kv_len=None):
+def qkv(heads=HEADS, kv_heads=HEADS, batch=2, dtype=torch.bfloat16, q_len=None, kv_len=None, head_dim=HEAD_DIM):
     def inputs(tokens, device):
         lengths = (heads, q_len or tokens), (kv_heads, kv_len or tokens), (kv_heads, kv_len or tokens)
-        heads_of = (random(batch, *size, HEAD_DIM, device=device, dtype=dtype) for size in lengths)
+        heads_of = (random(batch, *size, head_dim, device=device, dtype=dtype) for size in lengths)
         return (*heads_of, output_scale(device))
 
     return inputs
@@ -86,10 +86,8 @@ def scale_shaped(*shape, dtype=torch.float32, index=None):
 # Attention: (query, key, value, mask) -> [batch, heads, length, head_dim]
 
 
-def sdpa(**options):
-    return lambda q, k, v, mask: F.scaled_dot_product_attention(
-        q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1], **options
-    )
+def sdpa(enable_gqa=False, **options):
+    return lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=enable_gqa, **options)
 
 
 def exact_attention(is_causal=False, scale=None):
@@ -186,7 +184,7 @@ def minimum_maximum(x, scale):
 
 
 def bsh(x):
-    return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], -1)
+    return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], x.shape[1] * x.shape[3])
 
 
 def th(x):
@@ -233,6 +231,7 @@ def case(
     views=bsh,
     views_last=False,
     inputs=None,
+    grouped=False,
     mask=False,
     unpack=None,
     length_dims=None,
@@ -240,7 +239,7 @@ def case(
 ):
     """views_last: the codes go through the views, instead of the attention's output."""
     options = attention or {}
-    attend = attend or sdpa(**options)
+    attend = attend or sdpa(grouped, **options)
     exact_attend = exact_attention(**options)
     scales = () if quantize in (number, inverse_number) else (-1,)
 
@@ -268,13 +267,13 @@ FUSED = (
     case("causal", attention=CAUSAL),
     case("tokens x hidden", inverse, "inverse", multiplied, views=th),
     case("1 x tokens x hidden", opaque, "opaque", views=one_th, inputs=qkv(batch=1), attention=CAUSAL),
-    case("grouped heads", opaque, "opaque", inputs=qkv(kv_heads=KV_HEADS), attention=CAUSAL),
+    case("grouped heads", opaque, "opaque", grouped=True, inputs=qkv(kv_heads=KV_HEADS), attention=CAUSAL),
     case("repeat_kv", attend=repeat_kv, inputs=qkv(kv_heads=KV_HEADS), attention=CAUSAL),
     case("by hand", attend=by_hand, attention=CAUSAL),
     case("softmax scale", reciprocal, "reciprocal", attention={"scale": 0.3}),
     case("bool mask", number, "number", lambda x, s: x / 0.37, mask=True, inputs=with_mask(bool_mask), length_dims=()),
     case("float mask", one_over, "reciprocal", mask=True, inputs=with_mask(float_mask), length_dims=()),
-    case("decode", inputs=qkv(kv_heads=KV_HEADS, q_len=1), length_dims=((1, 2), (2, 2))),
+    case("decode", grouped=True, inputs=qkv(kv_heads=KV_HEADS, q_len=1), length_dims=((1, 2), (2, 2))),
     case("prefill behind a cache", views=th, inputs=qkv(kv_len=70), length_dims=((0, 2),)),
     case("packed", unpack=heads_of, inputs=packed(), attention=CAUSAL, strided=True),
     case("packed, split three times", unpack=heads_of_by_three_splits, inputs=packed(), strided=True),
@@ -384,5 +383,17 @@ DECLINED = (
     declined("broadcasts", r"broadcasts", simple(), scale_shaped(1, 1, 1, 1)),
     declined("dropout", r"dropout|looks like attention", simple(dropout_p=0.5)),
 )
+
+LARGE = tuple(
+    case(
+        f"{heads}/{kv_heads} heads of {head_dim}",
+        attention=CAUSAL,
+        grouped=heads != kv_heads,
+        inputs=qkv(heads, kv_heads, 3, head_dim=head_dim),
+        length_dims=((0, 2), (1, 2), (2, 2)),
+    )
+    for heads, kv_heads, head_dim in ((32, 8, 128), (16, 16, 64), (8, 1, 256), (12, 4, 80))
+)
+"""Of the size of real models: for a GPU."""
 
 CASES = FUSED + tuple(replace(c, scales=()) for c in DECLINED)

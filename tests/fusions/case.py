@@ -1,11 +1,11 @@
-"""What the tests that hold for every rule need to know of one: small programs that it fuses, and some that it must not."""
+"""What the tests that hold for every rule need of one: small programs that it fuses, and some that it must not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FAMILIES = frozenset({"divide", "reciprocal", "inverse", "number", "opaque"})
 """Ways to spell a static quantisation: x / s, x * (1 / s), x * inverse, a Python number, an op that hides it."""
@@ -16,9 +16,9 @@ class Case:
     """One program.
 
     fn, inputs: `fn(*inputs(tokens, device))`; tokens is the size that varies, all else of the shapes is the case's own.
-    fuses: whether the rule applies, under `profitability="ignore"`.  reason: where it does not, a regular expression for
-        what the report says.
-    scales: which inputs are fp32 scales.  dynamic: (input, dimension) that are `tokens`, or may vary at will.
+    fuses: whether the rule applies, under `profitability="ignore"`.  reason: where it does not, a regular expression
+        for what the report says.
+    scales: which inputs are fp32 scales, counted from the end.  dynamic: (input, dimension) that are `tokens`.
     reference: what `fn` returns in fp32, before anything is rounded or saturated to FP8.
     family: of the quantisation, out of `FAMILIES`.
     strided: inputs that are not contiguous.  cuda: whether it is the same on CUDA.
@@ -42,3 +42,29 @@ class Case:
         for i in self.scales:
             inputs[i].fill_(value)
         return inputs
+
+
+class Layer(nn.Module):
+    """A case whose scales, its last inputs, are a module's state: a "buffer", a "parameter" or a "trained parameter"."""
+
+    def __init__(self, case: Case, device: torch.device | str = "cpu", *, kind: str = "buffer") -> None:
+        super().__init__()
+        self.case, self.device = case, device
+        for i in case.scales:
+            scale = case.inputs(7, device)[i].clone()
+            if kind == "buffer":
+                self.register_buffer(f"scale_{-i}", scale)
+            else:
+                self.register_parameter(f"scale_{-i}", nn.Parameter(scale, requires_grad=kind == "trained parameter"))
+
+    @property
+    def scales(self) -> list[Tensor]:
+        return [getattr(self, f"scale_{-i}") for i in self.case.scales]
+
+    def tensors(self, tokens: int) -> tuple[Tensor, ...]:
+        """The inputs without the scales."""
+        inputs = self.case.inputs(tokens, self.device)
+        return inputs[: len(inputs) - len(self.case.scales)]
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.case.fn(*tensors, *self.scales)

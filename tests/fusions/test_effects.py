@@ -1,16 +1,14 @@
-"""Mutation, aliasing and other uses: what the graph does beside the fusion stays done, in its order, without a copy more."""
+"""Mutation, aliasing, other uses: what the graph does beside the fusion stays done, in its order, with no copy more."""
 
 import re
 
-import pytest
 import torch
 from torch._inductor.utils import get_code
 
 import fusion_passes
-from fusion_passes.fusions import FUSIONS
 from fusion_passes.testing import capture, print_graph
 from tests.fusions.accuracy import check
-from tests.fusions.cases import CASES, each
+from tests.fusions.cases import FIRST, each, first_of_each, varied
 from tests.fusions.without_code import FUSE, STOCK, WithoutCode
 
 _library = torch.library.Library("fusion_passes_effects", "FRAGMENT")
@@ -25,7 +23,9 @@ def _define(schema, cpu, fake):
 
 
 LOG: list[float] = []
-count_up = _define("count_up(Tensor(a!) counter) -> ()", lambda counter: (counter.add_(1), None)[1], lambda counter: None)
+count_up = _define(
+    "count_up(Tensor(a!) counter) -> ()", lambda counter: (counter.add_(1), None)[1], lambda counter: None
+)
 write_and_return = _define(
     "write_and_return(Tensor x, Tensor(a!) out, Tensor? result=None) -> Tensor",
     lambda x, out, result=None: (out.copy_(x), x * 2.0)[1],
@@ -38,10 +38,6 @@ own_quantize = _define(
     lambda result, out_scale, out=None: torch.empty_like(result, dtype=torch.float8_e4m3fn),
 )
 torch.fx.node.has_side_effect(log_mean.default)
-
-FIRST = {next(case for case in CASES[rule.name] if case.fuses) for rule in FUSIONS}
-first_of_each = each(lambda case: case in FIRST)
-varied = each(lambda case: case.fuses and (case in FIRST or case.strided))
 
 
 def results(fn, inputs, config):

@@ -1,6 +1,5 @@
 """Right numbers: FP8 codes of the fused graph against the unfused one and an fp32 reference."""
 
-import pytest
 import torch
 
 from fusion_passes.quant import FP8_DTYPES

@@ -1,0 +1,107 @@
+"""Dynamic sizes: compiled once and run with many, with the graphs and guards of the stock compiler."""
+
+import torch
+
+from tests.fusions.accuracy import check, check_layout
+from tests.fusions.cases import dynamic, each, varied
+from tests.fusions.without_code import STOCK, WithoutCode
+
+# Primes, powers of two, multiples of no block; 4, 8 and 64 are also the number of heads, its double, the head size.
+SIZES = (7, 2, 3, 4, 5, 6, 8, 11, 13, 17, 19, 23, 31, 32, 33, 64, 65, 67, 97, 127)
+
+
+def marked(case, tokens):
+    inputs = case.inputs(tokens, "cpu")
+    for i, dimension in case.dynamic:
+        torch._dynamo.mark_dynamic(inputs[i], dimension)
+    return inputs
+
+
+@dynamic
+@torch.no_grad()
+def test_one_graph_for_twenty_sizes(rule, case):
+    run = WithoutCode(case.fn)
+    for tokens in SIZES:
+        inputs = marked(case, tokens) if tokens == SIZES[0] else case.inputs(tokens, "cpu")
+        outputs = run(*inputs)
+        if tokens in (2, 4, 33, 64):
+            check(outputs, case.fn(*inputs), case.reference(*inputs))
+    assert len(run.after) == 1, f"compiled {len(run.after)} graphs"
+    assert run.report.count(rule=rule) == 1
+    assert run.new_guards == [[]]
+
+
+@varied
+@torch.no_grad()
+def test_one_token_and_dynamic_true_compile_as_often_as_stock(rule, case):
+    """Size 1 is a graph of its own in stock torch.compile too."""
+    ours, stock = WithoutCode(case.fn, dynamic=True), WithoutCode(case.fn, STOCK, dynamic=True)
+    for tokens in (7, 1, 13):
+        inputs = case.inputs(tokens, "cpu")
+        check(ours(*inputs), stock(*inputs), case.reference(*inputs))
+    assert ours.before == stock.before
+    assert ours.fused == len(ours.after)
+    assert not any(ours.new_guards)
+
+
+@varied
+@torch.no_grad()
+def test_static_sizes_that_become_dynamic(rule, case):
+    """As by default: the first size is static, the second makes the dimension dynamic."""
+    ours, stock = WithoutCode(case.fn), WithoutCode(case.fn, STOCK)
+    for tokens in (7, 9, 64):
+        inputs = case.inputs(tokens, "cpu")
+        check(ours(*inputs), stock(*inputs), case.reference(*inputs))
+    assert ours.before == stock.before
+    assert len(ours.after) == 2
+    assert ours.fused == 2
+
+
+@each(lambda case: not case.fuses and case.cuda)
+@torch.no_grad()
+def test_a_refusal_adds_no_guard(rule, case):
+    """Conditions on symbolic sizes are asked without deciding them."""
+    run = WithoutCode(case.fn, dynamic=True)
+    run(*case.inputs(7, "cpu"))
+    assert run.fused == 0
+    assert run.before == run.after
+    assert not any(run.new_guards)
+
+
+@torch.no_grad()
+def test_a_new_guard_would_be_seen():
+    """The check itself: a pass that decides on a symbolic size."""
+    run = WithoutCode(lambda x: x.sin(), dynamic=True)
+
+    def decide(graph):
+        (x,) = (n.meta["val"] for n in graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], torch.Tensor))
+        assert bool(x.shape[0] * 3 > 10)
+
+    run.manager = decide
+    run(torch.randn(7, 5))
+    assert len(run.new_guards[0]) == 1
+
+
+@varied
+@torch.no_grad()
+def test_a_graph_with_every_size_symbolic_in_one_input_and_static_in_another(rule, case):
+    """Only the first of the sizes that vary together is marked: the compiler finds the others equal, or static."""
+    (i, dimension), *_ = case.dynamic
+    ours, stock = WithoutCode(case.fn), WithoutCode(case.fn, STOCK)
+    for run in (ours, stock):
+        inputs = case.inputs(7, "cpu")
+        torch._dynamo.maybe_mark_dynamic(inputs[i], dimension)
+        run(*inputs)
+    assert ours.before == stock.before
+    assert ours.fused == 1
+    assert not any(ours.new_guards)
+
+
+@varied
+@torch.no_grad()
+def test_no_tokens(rule, case):
+    inputs = case.inputs(0, "cpu")
+    outputs, stock = WithoutCode(case.fn)(*inputs), WithoutCode(case.fn, STOCK)(*inputs)
+    for x, y in zip(*map(torch.utils._pytree.tree_leaves, (outputs, stock)), strict=True):
+        check_layout(x, y)
+        assert x.numel() == 0
