@@ -45,7 +45,8 @@ class Case:
 
 
 class Layer(nn.Module):
-    """A case whose scales, its last inputs, are a module's state: a "buffer", a "parameter" or a "trained parameter"."""
+    """A case whose scales, its last inputs, are state of a module: "buffer", a "parameter" or a "trained
+    parameter"."""
 
     def __init__(self, case: Case, device: torch.device | str = "cpu", *, kind: str = "buffer") -> None:
         super().__init__()

@@ -1,11 +1,15 @@
 """Mutation, aliasing, other uses: what the graph does beside the fusion stays done, in its order, with no copy more."""
 
+import copy
 import re
 
 import torch
 from torch._inductor.utils import get_code
+from torch.fx import GraphModule
 
 import fusion_passes
+from fusion_passes import PostGradPassManager, Report
+from fusion_passes.quant import FP8_DTYPES
 from fusion_passes.testing import capture, print_graph
 from tests.fusions.accuracy import check
 from tests.fusions.cases import FIRST, each, first_of_each, varied
@@ -102,6 +106,25 @@ def test_an_input_that_is_changed_in_place_between_the_places(rule, case):
     check_same_as_stock(fn, inputs, (case.reference(*inputs), case.reference(*changed)), places=2)
 
 
+@varied
+def test_a_write_to_an_input_inside_the_match_is_declined(rule, case):
+    """In a graph that is not functional: an op that writes, anywhere between the nodes that are fused."""
+    with torch.no_grad():
+        (graph,) = capture(case.fn, *case.inputs(7, "cpu"))
+    placeholders = [n.name for n in graph.find_nodes(op="placeholder")]
+    for name in placeholders:
+        module = GraphModule(graph.owning_module, copy.deepcopy(graph))
+        written = next(n for n in module.graph.nodes if n.name == name)
+        (last,) = (n for n in module.graph.nodes if n.op == "call_function" and is_fp8(n))
+        with module.graph.inserting_before(last):
+            module.graph.call_function(torch.ops.aten.mul_.Scalar, (written, 2.0)).meta["val"] = written.meta["val"]
+        before, report = print_graph(module.graph), Report()
+        PostGradPassManager(FUSE, report)(module.graph)
+        assert report.count() == 0
+        assert "writes to an input between" in "\n".join(report.declined(rule))
+        assert print_graph(module.graph) == before
+
+
 @each(lambda case: case.scales and (case in FIRST or case.strided))
 def test_a_scale_that_an_unknown_op_changes_between_the_places(rule, case):
     inputs = case.inputs(7, "cpu")
@@ -189,6 +212,12 @@ def test_outputs_share_memory_only_as_in_the_stock_graph(rule, case):
         return [[a == b for b in storages] for a in storages]
 
     assert shared(fused_out) == shared(stock_out)
+
+
+def is_fp8(node):
+    """The node that makes FP8 codes of something else."""
+    made = getattr(node.meta.get("val"), "dtype", None) in FP8_DTYPES
+    return made and not any(n.meta["val"].dtype in FP8_DTYPES for n in node.all_input_nodes)
 
 
 def code_of(compiled, inputs):
