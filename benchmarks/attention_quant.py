@@ -1,6 +1,11 @@
 """Attention with FP8 output against the best stock SDPA backend followed by Inductor's quantisation kernel.
 
-    python benchmarks/attention_quant.py --level kernel --suite target --record benchmarks/results
+    python benchmarks/attention_quant.py --suite target --record benchmarks/results
+    python benchmarks/attention_quant.py --level kernel --suite spread --record fusion_passes/measured
+
+The first compares what a user gets: both sides through `torch.compile`, the fused one with the pass, whose matches are
+recorded.  The second compares the kernels alone over many shapes; its record is what the fusion's profitability reads,
+so running it on another card makes the fusion profitable there, where it is.
 
 Both sides run inside CUDA graphs, so that launches cost neither of them anything, and take turns, so that both see the
 same clocks. Inputs are random and not rotated: what fits the L2 stays there, for both sides.
@@ -25,6 +30,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.errors import OutOfResources
 
+import fusion_passes
+from fusion_passes import PassConfig, Report
 from fusion_passes.ops.attention_quant import KERNELS, Kernel
 
 # Inductor's caches do not know which SDPA backend a graph was compiled under.
@@ -63,18 +70,29 @@ TARGET = [
     Shape(2, 4096, 32, 32, 64, causal=False),
 ]
 SPREAD = [
+    # Self-attention: about the same number of tokens at every length, and one short sequence alone.
     *(
-        Shape(batch, length, 16, 4, head_dim, causal)
-        for head_dim in (64, 80, 96, 128, 192, 256)
-        for batch, length in ((16, 256), (4, 1024), (1, 8192))
+        Shape(max(1, 8192 // length), length, 16, 4, head_dim, causal)
+        for head_dim in (64, 128, 256)
+        for length in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
         for causal in (True, False)
     ),
-    *(Shape(4, length, 16, 4, head_dim, False, mask=True) for head_dim in (64, 128) for length in (512, 2048)),
+    *(Shape(1, length, 16, 4, head_dim) for head_dim in (64, 128, 256) for length in (64, 128, 256, 512, 1024, 2048)),
     *(
-        Shape(batch, length, 32, 8, 128, False, q_len=1)
-        for batch, length in ((1, 1024), (1, 8192), (32, 1024), (32, 4096))
+        Shape(max(1, 8192 // length), length, 16, 4, head_dim, causal)
+        for head_dim in (80, 96, 192)
+        for length in (128, 256, 1024, 8192)
+        for causal in (True, False)
     ),
+    *(
+        Shape(max(1, 8192 // length), length, 16, 4, head_dim, False, mask=True)
+        for head_dim in (64, 128)
+        for length in (128, 512, 2048)
+    ),
+    # Other queries than keys: one new token, and a chunk of a long prompt.
+    *(Shape(batch, length, 32, 8, 128, False, q_len=1) for batch, length in ((1, 1024), (32, 1024), (32, 4096))),
     Shape(4, 2048, 16, 4, 128, False, q_len=256),
+    # A small encoder.
     Shape(32, 128, 12, 12, 64, False),
     Shape(32, 128, 12, 12, 64, False, mask=True),
 ]
@@ -175,17 +193,60 @@ def contenders(shape: Shape, backends: Sequence[str] = tuple(BACKENDS)) -> dict[
     return functions
 
 
-def measure(shape: Shape, backends: Sequence[str]) -> dict[str, object]:
-    times = microseconds(contenders(shape, backends))
+def compiled_contenders(
+    shape: Shape, backends: Sequence[str]
+) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
+    """The whole function through stock `torch.compile` under each backend, and with the pass; matches of each."""
+    q, k, v, mask, scale = inputs(shape)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=shape.causal, enable_gqa=shape.heads != shape.kv_heads
+        )
+        return quantize(out, scale)
+
+    def compiled(backend: str, config: PassConfig, report: Report) -> Callable[[], object]:
+        torch.compiler.reset()
+        function = fusion_passes.compile(layer, config, report=report, dynamic=False)
+        with sdpa_kernel(BACKENDS[backend]), torch.no_grad():
+            function(q, k, v, mask, scale)
+
+        def call() -> object:
+            with sdpa_kernel(BACKENDS[backend]), torch.no_grad():
+                return function(q, k, v, mask, scale)
+
+        return call
+
+    functions: dict[str, Callable[[], object]] = {}
+    matches = {}
+    candidates = [(name, name, PassConfig(level="O0")) for name in backends]
+    candidates.append(("fused", backends[0], PassConfig(profitability="ignore")))
+    for name, backend, config in candidates:
+        report = Report()
+        try:
+            functions[name] = compiled(backend, config, report)
+        except RuntimeError:  # a backend that declines
+            continue
+        matches[name] = report.count()
+    return functions, matches
+
+
+def measure(shape: Shape, level: str, backends: Sequence[str]) -> dict[str, object]:
+    row: dict[str, object] = {"shape": asdict(shape)}
+    if level == "compile":
+        functions, row["matches"] = compiled_contenders(shape, backends)
+    else:
+        functions = contenders(shape, backends)
+    times = microseconds(functions)
     stock = {name: time for name, time in times.items() if name in BACKENDS}
     ours = {name: time for name, time in times.items() if name not in BACKENDS}
     best = min(stock, key=stock.__getitem__) if stock else None
-    return {
-        "shape": asdict(shape),
+    row |= {
         "microseconds": {name: round(time, 2) for name, time in times.items()},
         "best_stock": best,
         "ratio": {name: round(stock[best] / time, 3) for name, time in ours.items()} if best else {},
     }
+    return row
 
 
 def tune(shape: Shape) -> None:
@@ -206,7 +267,7 @@ def tune(shape: Shape) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--level", choices=["kernel"], default="kernel", help="what to compare: kernels alone")
+    parser.add_argument("--level", choices=["compile", "kernel"], default="compile", help="what to compare")
     parser.add_argument("--suite", choices=[*SUITES, "tune"], default="target")
     parser.add_argument(
         "--backends", nargs="+", choices=[*BACKENDS], default=[*BACKENDS], help="stock, to compare with"
@@ -223,9 +284,13 @@ def main() -> None:
         return
     rows = []
     for shape in SUITES[arguments.suite]:
-        row = measure(shape, arguments.backends)
+        row = measure(shape, arguments.level, arguments.backends)
         rows.append(row)
-        print(f"{shape!s:58s} stock {row['best_stock']} {row['microseconds']} ratio {row['ratio']}", flush=True)
+        print(
+            f"{shape!s:58s} stock {row['best_stock']} {row['microseconds']} ratio {row['ratio']}"
+            + (f" matches {row['matches']}" if "matches" in row else ""),
+            flush=True,
+        )
     first = [next(iter(row["ratio"].values())) for row in rows if row["ratio"]]  # type: ignore[attr-defined]
     print(f"geometric mean {math.prod(first) ** (1 / len(first)):.3f}, worst {min(first):.3f}")
     if arguments.record:
@@ -242,6 +307,7 @@ def record(arguments: argparse.Namespace, rows: list[dict[str, object]]) -> None
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "capability": list(torch.cuda.get_device_capability()),
         "level": arguments.level,
         "suite": arguments.suite,
         "rows": rows,

@@ -27,9 +27,7 @@ def fused(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
     return torch.ops.examples.silu_mul_quant(gate, up, scale)
 
 
+GATE, UP = torch.empty(2, 2, 16, dtype=torch.bfloat16).unbind()
 RULE = fusion_passes.TracedRule(
-    name="silu_mul_quant",
-    search=unfused,
-    replace=fused,
-    example_inputs=(torch.empty(2, 16, dtype=torch.bfloat16), torch.empty(2, 16, dtype=torch.bfloat16), torch.empty(())),
+    name="silu_mul_quant", search=unfused, replace=fused, example_inputs=(GATE, UP, torch.empty(()))
 )

@@ -1,8 +1,9 @@
 """Compiled code outlives the process: its key in Inductor's cache, and the report of a graph that comes from there.
 
-Inductor does not run the pass for code that it has in its cache.  But it asks the pass for its uuid before it looks, and
-the loaded code brings back the counters that were stored with it, among them the id of the report that was written when
-it was compiled (`inductor.mark_compiled`).  So a report that turns up after a manager was asked belongs to that manager.
+Inductor does not run the pass for code that it has in its cache.  But it asks the pass for its uuid before it looks,
+and the loaded code brings back the counters that were stored with it, among them the id of the report that was written
+when it was compiled (`inductor.mark_compiled`).  So a report that turns up after a manager was asked belongs to that
+manager.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _rule_texts(rule: Rule[Any]) -> Iterator[str]:
 def _package_source() -> bytes:
     """Digest of every source file of the package; the kernels' too, since their layouts are baked into cached code."""
     digest = hashlib.sha256()
-    for file in sorted(PACKAGE.rglob("*.py")):
+    for file in sorted(p for kind in ("*.py", "*.json") for p in PACKAGE.rglob(kind)):
         digest.update(str(file.relative_to(PACKAGE)).encode() + file.read_bytes())
     return digest.digest()
 

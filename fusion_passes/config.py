@@ -52,7 +52,8 @@ class PassConfig:
     """
 
     level: Level = Level.O2
-    """`Level.O0` (nothing), `O1` (bit-exact rewrites only), `O2` (all that is profitable); also as a string or number."""
+    """`Level.O0` (nothing), `O1` (bit-exact rewrites only), `O2` (all that is profitable); also as a string or
+    number."""
 
     attention_quant: Switch | None = None
     """Attention followed by static FP8 quantisation: the attention kernel writes FP8."""
@@ -65,7 +66,8 @@ class PassConfig:
 
     debug_dir: Path | None = field(default_factory=_debug_dir_from_env)
     """Where to write the graph before and after every stage, one folder per compiled graph; default: the environment
-    variable FUSION_PASSES_DEBUG.  Implies that Inductor's caches are bypassed, since a cached graph is not rewritten."""
+    variable FUSION_PASSES_DEBUG.  Implies that Inductor's caches are bypassed, since a cached graph is not
+    rewritten."""
 
     def __post_init__(self) -> None:
         parsed = {
@@ -123,7 +125,8 @@ class PassConfig:
         return Switch.ON if rule.level <= self.level else Switch.OFF
 
     def asked_for(self, rule: Rule[Any]) -> bool:
-        """Whether the user named this rule, by its switch or in `extra_fusions`: then it tells where it did not apply."""
+        """Whether the user named this rule, by its switch or in `extra_fusions`: then it tells where it did not
+        apply."""
         return rule in self.extra_fusions or getattr(self, rule.name, None) is not None
 
     @property
@@ -160,7 +163,8 @@ def _parse(name: str, kind: type[Any], value: object) -> Any:
     if isinstance(value, bool):
         value = "on" if value else "off"
     for member in kind:
-        if value == member or (isinstance(value, str) and value.lower() in (str(member.name).lower(), str(member.value))):
+        names = (str(member.name).lower(), str(member.value))
+        if value == member or (isinstance(value, str) and value.lower() in names):
             return member
     choices = ", ".join(m.name if issubclass(kind, enum.IntEnum) else m.value for m in kind)
     raise ValueError(f"{name}={value!r}: must be one of {choices}")

@@ -1,9 +1,8 @@
 """Reading a post-grad FX graph: what a node computes, what it is a view of, who sees it, what was written in between.
 
 Everything here only looks.  Shapes are judged by the meta values that Inductor put on the nodes, never by the size
-arguments of a `reshape` (they go symbolic when a dimension does), and every question about a symbolic size is asked with
-`known`,
-which adds no guard: what is not provable is "no".
+arguments of a `reshape` (they go symbolic when a dimension does).  Every question about a symbolic size is asked with
+`known`, which adds no guard: what is not provable is "no".
 """
 
 from __future__ import annotations
@@ -41,6 +40,9 @@ VIEWS = frozenset(
 )
 """Ops whose output has the elements of their input, each once, at another place or in another order.  `clone` is one:
 it moves elements, it does not change them."""
+
+RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})
+"""Of `VIEWS`, those that copy where the strides leave no other way."""
 
 COPIES = frozenset({aten.clone.default, aten.contiguous.default})
 """Of `VIEWS`, those that exist only to change the memory layout."""
@@ -203,7 +205,7 @@ def source_line(node: Node) -> str:
 def place(node: Node) -> str:
     """Where a reader of a report finds `node`: the module that it runs in, then the source line; its name without both.
 
-    A line of a library (transformers has one call of SDPA for all models) does not tell the layers apart, the module does.
+    The line alone does not tell layers apart: transformers has one call of SDPA for all models.
     """
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     path = re.sub(r"^L\['(\w+)'\]\.?", "", str(modules[-1][0])) if modules else ""

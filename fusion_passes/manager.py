@@ -1,8 +1,8 @@
 """The post-grad pass: recognise, fuse, clean.
 
-    recognise   idioms are found and described; the graph is untouched
-    fuse        each rule in order; only a rule that applies edits the graph, and one that fails puts it back
-    clean       the nodes that a fusion made dead are erased, the graph is linted; nothing else is touched
+recognise   idioms are found and described; the graph is untouched
+fuse        each rule in order; only a rule that applies edits the graph, and one that fails puts it back
+clean       the nodes that a fusion made dead are erased, the graph is linted; nothing else is touched
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PostGradPassManager(inductor.CustomGraphPass):
         )
 
     def uuid(self) -> str | None:
-        """Inductor's cache key for this pass; None (do not cache) while debugging, since a cached graph is not dumped."""
+        """Inductor's cache key for this pass; None while debugging, since a graph from the cache is not dumped."""
         compiled.asking(self.report)
         if self.config.debug_dir is not None:
             return None
@@ -107,7 +107,7 @@ class PostGradPassManager(inductor.CustomGraphPass):
         return sites, taken
 
     def _apply(self, rule: Rule[Any], m: Match, graph: Graph) -> tuple[MatchStatus, str]:
-        """Decide about one match and rewrite it.  Whatever goes wrong, the graph is as before and the reason is told."""
+        """Decide about one match and rewrite it.  Whatever goes wrong, the graph is as before."""
         status = MatchStatus.ILLEGAL
         insertion = Insertion(graph, m.output)
         try:
@@ -139,8 +139,10 @@ class PostGradPassManager(inductor.CustomGraphPass):
         return tuple(Miss(miss.what, miss.reason, place(miss.node)) for miss in misses)
 
     def _judge(self, sites: list[Site], misses: tuple[Miss, ...]) -> None:
-        """A fusion that was asked for by name and found places here but took none: raise where it is required, else warn.
-        A graph without a place says nothing, since a model can be compiled in pieces: `Report.require` judges the whole."""
+        """Where a fusion that was asked for by name took no place in this graph: raise if it is required, else warn.
+
+        A graph without a place says nothing: a model can be compiled in pieces.  `Report.require` judges the whole.
+        """
         for rule in self.rules:
             mine = [site for site in sites if site.rule == rule.name]
             reasons = [f"{site.where}: {site.status}: {site.reason}" for site in mine]

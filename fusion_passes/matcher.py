@@ -1,9 +1,9 @@
 """A fusion written as two plain functions; the only user of Inductor's private pattern matcher.
 
 `TracedRule` traces `search` as Inductor would, turns the trace into a pattern and looks for it.  What the matcher gets
-wrong by itself is handled here: a trace says `view` and leaves in-place ops where post-grad graphs say `reshape` and are
-functional; up to torch 2.14 keyword arguments that the pattern does not name are dropped in silence; a "tensor" of the
-pattern can be bound to a Python number; being used elsewhere counts as a mismatch, where it is a fact to report.
+wrong by itself is handled here: a trace says `view` and leaves in-place ops where post-grad graphs say `reshape` and
+are functional; up to torch 2.14 keyword arguments that the pattern does not name are dropped in silence; a "tensor" of
+the pattern can be bound to a Python number; being used elsewhere counts as a mismatch, where it is a fact to report.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class TracedRule(Rule[TracedMatch]):
             with FakeTensorMode():
                 # New tensors: one example given twice must not become one parameter.
                 inputs = [
-                    torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in self.example_inputs
+                    torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+                    for t in self.example_inputs
                 ]
                 return _trace(self.search, inputs)
         except Exception as error:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from fusion_passes import inductor
-from fusion_passes.config import PassConfig, Switch
+from fusion_passes.config import PassConfig
 from fusion_passes.manager import PostGradPassManager
 from fusion_passes.report import Report
 

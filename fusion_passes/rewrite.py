@@ -12,7 +12,15 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
-from fusion_passes.graph import mutated_nodes, outside_users, same_layout, same_shape, target_name, value, written_between
+from fusion_passes.graph import (
+    mutated_nodes,
+    outside_users,
+    same_layout,
+    same_shape,
+    target_name,
+    value,
+    written_between,
+)
 from fusion_passes.rule import DeclinedError, Match
 
 PROVENANCE = ("stack_trace", "nn_module_stack", "original_aten", "from_node", "custom", "mutation_region_id")

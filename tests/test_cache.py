@@ -49,7 +49,8 @@ def replace(x):
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x) ** 2
 relu_squared.register_fake(torch.empty_like)
-RULE = fusion_passes.TracedRule(name="relu_squared", search=unfused, replace=replace, example_inputs=(torch.empty(4, 8),))
+X = torch.empty(4, 8)
+RULE = fusion_passes.TracedRule(name="relu_squared", search=unfused, replace=replace, example_inputs=(X,))
 """
 
 

@@ -14,35 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch.fx import Node
 
-from fusion_passes.fusions.profit import attention_quant_speedup
-from fusion_passes.graph import (
-    COPIES,
-    aten,
-    calls,
-    following_views,
-    is_noop,
-    is_view,
-    same_layout,
-    target_name,
-    through_views,
-    value,
-)
+from fusion_passes.graph import following_views, target_name, through_views, value
 from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.attention import Attention
 from fusion_passes.idioms.quantize import Quantize
-from fusion_passes.ops.attention_quant import LAYOUTS, why_unsupported
+from fusion_passes.measured.attention_quant import verdict as measured_verdict
+from fusion_passes.ops.attention_quant import why_unsupported
 from fusion_passes.quant import max_value
 from fusion_passes.rule import Call, Match, Rule
 from fusion_passes.symbolic import known
+from fusion_passes.views import best_layout, replay
 
-RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})
+LAYOUTS = {
+    "bshd": lambda x: x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).permute(0, 2, 1, 3),
+    "bhsd": lambda x: x.new_empty(x.shape),
+}
+"""How the op can lay out its output [batch, heads, length, head_dim]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +63,6 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
             attention, before = _behind_attention(quantize.input, idioms)
             if attention is None:
                 continue
-            inside = tuple(n for n in sorted(quantize.nodes) if is_view(n) and not is_noop(n))
             behind = following_views(quantize.output)
             yield AttentionQuantMatch(
                 output=behind[-1] if behind else quantize.output,
@@ -80,13 +70,15 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
                 inputs=tuple(n for n in (*attention.inputs, quantize.scale) if n is not None),
                 attention=attention,
                 quantize=quantize,
-                views=(*before, *inside, *behind),
+                views=(*before, *quantize.views, *behind),
             )
 
     def legality(self, m: AttentionQuantMatch) -> None:
         """The kernel must compute what the graph computes: see the sentences."""
         a, q = m.attention, m.quantize
-        m.require(not a.used_outputs, f"the attention's {', '.join(a.used_outputs)} is used too, and the fused op has none")
+        m.require(
+            not a.used_outputs, f"the attention's {', '.join(a.used_outputs)} is used too, and the fused op has none"
+        )
         m.require(q.rounding == "cast", f"{q.opaque} rounds to whole numbers before the cast; the fused op does not")
         limit = max_value(q.dtype)
         m.require(
@@ -108,6 +100,9 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
                 f"the scale is on {scale.device} and the query on {query.device}: make the scale a buffer, "
                 "so that .to(device) moves it",
             )
+        m.require(
+            not (a.is_causal and a.attn_mask is not None), "it is causal and has a mask; the fused op takes one of both"
+        )
         mask = None if a.attn_mask is None else value(a.attn_mask)
         why = why_unsupported(
             query, value(a.key), value(a.value), mask, is_causal=a.is_causal, scale=a.scale, dtype=q.dtype
@@ -115,15 +110,14 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
         m.require(why is None, str(why))
 
     def profitability(self, m: AttentionQuantMatch) -> None:
-        """Measured on the card (benchmarks/results); what nobody measured is declined."""
+        """Where the kernel that would run was measured to beat stock's best attention and quantisation kernels."""
         a = m.attention
-        query = value(a.query)
+        query, mask = value(a.query), None if a.attn_mask is None else value(a.attn_mask)
         m.require(query.is_cuda, f"the fused op has no faster kernel on the {query.device.type.upper()}")
-        speedup, source = attention_quant_speedup(
-            query, value(a.key), value(a.value), masked=a.attn_mask is not None, is_causal=a.is_causal, dtype=m.quantize.dtype
+        verdict = measured_verdict(
+            query, value(a.key), value(a.value), mask, is_causal=a.is_causal, scale=a.scale, dtype=m.quantize.dtype
         )
-        m.require(speedup is not None, source)
-        m.require(speedup is not None and speedup >= 1.0, f"{speedup} times stock torch.compile in {source}")
+        m.require(verdict.ratio is not None and verdict.ratio >= 1.0, verdict.why)
 
     def replacement(self, m: AttentionQuantMatch, call: Call) -> Node:
         """The fused op in the layout that needs the fewest copies, then the views."""
@@ -140,12 +134,9 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
             output_scale_factor=q.scale_factor,
             output_scale_inverse=q.inverse,
             dtype=q.dtype,
-            layout=_best_layout(m),
+            layout=best_layout(LAYOUTS, m.views, a.output),
         )
-        for view in m.views:
-            if _needed(view, value(codes)):
-                codes = call(view.target, codes, *view.args[1:], **view.kwargs)
-        return codes
+        return replay(m.views, codes, call)
 
     def explain(self, idioms: Idioms) -> Iterator[NearMiss]:
         """Where the output of each attention goes instead."""
@@ -154,66 +145,28 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
             if behind := following_views(node):
                 node = behind[-1]
             readers = ", ".join(sorted({target_name(user) for user in node.users})) or "nothing"
-            yield NearMiss(attention.output, self.name, f"the attention's output goes to {readers}, not to a quantisation")
+            yield NearMiss(
+                attention.output, self.name, f"the attention's output goes to {readers}, not to a quantisation"
+            )
 
     def describe(self, m: AttentionQuantMatch) -> str:
         """`attention bf16 [1, 32, 8192, 128] x 8 kv heads, causal -> float8_e4m3fn`."""
         query, key = value(m.attention.query), value(m.attention.key)
-        mask = "causal" if m.attention.is_causal else f"{m.attention.mask_kind} mask" if m.attention.mask_kind else "full"
+        mask = (
+            "causal" if m.attention.is_causal else f"{m.attention.mask_kind} mask" if m.attention.mask_kind else "full"
+        )
         shape = f"{list(query.shape)} x {list(key.shape)}".replace("'", "")
         return f"attention {_name(query.dtype)} {shape}, {mask} -> {_name(m.quantize.dtype)}"
 
 
 def _behind_attention(node: Node, idioms: Idioms) -> tuple[Attention | None, tuple[Node, ...]]:
-    """The attention whose output `node` is through views only, and those views.  Its output may be a view itself: of the
-    last matrix product, where it is spelled out."""
+    """The attention whose output `node` is through views only, and those views.  Its output may be a view itself: of
+    the last matrix product, where it is spelled out."""
     source, views = through_views(node)
     for i, candidate in enumerate((source, *views)):
         if (attention := idioms.at(candidate, Attention)) is not None:
             return attention, views[i:]
     return None, ()
-
-
-def _needed(view: Node, x: Tensor) -> bool:
-    """False for a view that changes nothing: a no-op, or a copy into the layout that `x` already has."""
-    return not is_noop(view) and not (calls(view, *COPIES) and same_layout(x, value(view)))
-
-
-def _best_layout(m: AttentionQuantMatch) -> str:
-    """The layout of the fused op from which the views reach the graph's own strides with the fewest copies."""
-
-    def cost(layout: str) -> tuple[bool, int]:
-        x = value(m.attention.output)
-        mode = detect_fake_mode(x)
-        assert mode is not None
-        with mode:
-            batch, heads, length, head_dim = x.shape
-            if layout == "bshd":
-                x = x.new_empty((batch, length, heads, head_dim)).permute(0, 2, 1, 3)
-            else:
-                x = x.new_empty((batch, heads, length, head_dim))
-            copies = 0
-            for view in m.views:
-                if not _needed(view, x):
-                    continue
-                arguments: tuple[Any, ...] = torch.fx.node.map_arg(view.args[1:], lambda n: n.meta["val"])
-                kwargs = torch.fx.node.map_arg(view.kwargs, lambda n: n.meta["val"])
-                y = view.target(x, *arguments, **kwargs)  # type: ignore[operator]
-                copies += calls(view, *COPIES) or (calls(view, *RESHAPES) and not _is_alias(x, y))
-                x = y
-        return not same_layout(x, value(m.output)), copies
-
-    costs = {}
-    for layout in LAYOUTS:
-        costs[layout] = cost(layout)
-        if costs[layout] == (False, 0):
-            break
-    return min(costs, key=costs.__getitem__)
-
-
-def _is_alias(x: Tensor, y: Tensor) -> bool:
-    """True where a reshape gave a view, not a copy."""
-    return y._base is not None and (y._base is x or y._base is x._base)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -46,7 +46,8 @@ T = TypeVar("T", bound=Idiom)
 
 
 class Idioms:
-    """The idioms of one graph: by kind (`idioms.of(Quantize)`) and by the node that holds the result (`idioms.at(n)`)."""
+    """The idioms of one graph: by kind (`idioms.of(Quantize)`) and by the node that holds the result
+    (`idioms.at(n)`)."""
 
     def __init__(self, graph: Graph, found: list[Idiom], near_misses: list[NearMiss]) -> None:
         self.graph = graph

@@ -24,8 +24,9 @@ _causal: WeakKeyDictionary[Node, bool] = WeakKeyDictionary()
 
 
 def is_causal(mask: Node) -> bool:
-    """True where `mask` [..., q_len, kv_len] is bool, made from constants, and is the lower triangle, aligned at the top
-    left, in every batch and head.  False where it depends on an input or a symbolic size, or is too large to run."""
+    """True where `mask` [..., q_len, kv_len] is bool, made from constants, and is the lower triangle, aligned at the
+    top left, in every batch and head.  False where it depends on an input or a symbolic size, or is too large to
+    run."""
     if mask not in _causal:
         _causal[mask] = _is_lower_triangle(mask)
     return _causal[mask]

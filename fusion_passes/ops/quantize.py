@@ -1,7 +1,7 @@
 """`quantize_fp8`: static per-tensor FP8 quantisation as an opaque op.
 
-Inductor does not look into it, so it never fuses it with its neighbours; the passes recognise it.  Its implementation is
-the plain one on every device: it is for graphs that must not depend on what Inductor makes of a quantisation.
+Inductor does not look into it, so it never fuses it with its neighbours; the passes recognise it.  Its implementation
+is the plain one on every device: it is for graphs that must not depend on what Inductor makes of a quantisation.
 """
 
 import torch
@@ -10,9 +10,7 @@ from torch import Tensor
 from fusion_passes import quant
 
 _library = torch.library.Library("fusion_passes", "FRAGMENT")
-_library.define(
-    "quantize_fp8(Tensor x, Tensor scale, ScalarType dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
+_library.define("quantize_fp8(Tensor x, Tensor scale, ScalarType dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def _check(x: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
@@ -40,6 +38,7 @@ torch.library.register_fake("fusion_passes::quantize_fp8", _fake, lib=_library)
 
 
 def quantize_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """FP8 codes of `x / scale`, divided in fp32 and saturated; x of any shape, `scale` one fp32 element on its device."""
+    """FP8 codes of `x / scale`, divided in fp32 and saturated; x of any shape, `scale` one fp32 element on its
+    device."""
     out: Tensor = torch.ops.fusion_passes.quantize_fp8(x, scale, dtype)
     return out

@@ -1,0 +1,45 @@
+"""Whether an attention with FP8 output was measured to be faster than stock attention and quantisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusion_passes.measured import Measurement, Verdict, judge, records
+from fusion_passes.ops.attention_quant import choose
+from fusion_passes.ops.support import device_capability
+from fusion_passes.symbolic import hint
+
+
+def verdict(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    dtype: torch.dtype,
+) -> Verdict:
+    """By the kernel that takes these (real or fake) tensors, the head size, and the kind of mask; not by dtype: it was
+    measured from bf16 to e4m3fn, and the others move as many bytes."""
+    kernel = choose(query, key, value, attn_mask, is_causal=is_causal, scale=scale, dtype=dtype)
+    if kernel is None:
+        return Verdict(None, "no kernel supports it")
+    head_dim, q_len, kv_len = query.shape[3], hint(query.shape[2]), hint(key.shape[2])
+    kind = "causal" if is_causal else "full" if attn_mask is None else "masked"
+    capability, card = list(device_capability(query.device) or ()), "cards like this one"
+    found = []
+    for record in records("attention_quant"):
+        if record["capability"] != capability:
+            continue
+        card = record["card"]
+        for row in record["rows"]:
+            shape = row["shape"]
+            row_kind = "causal" if shape["causal"] else "masked" if shape["mask"] else "full"
+            is_self = shape["q_len"] in (None, shape["length"])
+            alike = shape["head_dim"] == head_dim and row_kind == kind and is_self == (q_len == kv_len)
+            if alike and kernel.name in row["ratio"]:
+                found.append(Measurement(shape["length"], row["ratio"][kernel.name]))
+    queries = "" if q_len == kv_len else f", {q_len} queries"
+    return judge(found, kv_len, f"{kernel.name} with head size {head_dim}, {kind}{queries},", card)

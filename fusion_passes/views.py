@@ -1,0 +1,66 @@
+"""Putting views behind a fused op: the ones that stood between the ops that it replaces, without needless copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx import Node
+
+from fusion_passes.graph import COPIES, RESHAPES, calls, is_noop, same_layout, value
+from fusion_passes.rule import Call
+
+
+def replay(views: Iterable[Node], node: Node, call: Call) -> Node:
+    """Apply `views` to `node`; a copy into the layout that it already has is left out."""
+    for view in views:
+        if _is_needed(view, value(node)):
+            node = call(view.target, node, *view.args[1:], **view.kwargs)
+    return node
+
+
+def best_layout(layouts: Mapping[str, Callable[[Tensor], Tensor]], views: Sequence[Node], source: Node) -> str:
+    """The name of the layout from which `views` reach the strides of the last of them with the fewest copies.
+
+    `layouts`: how a fused op can lay out its output: functions that make an empty tensor like the one given.
+    `source`: the node that the views start from.
+    """
+    costs: dict[str, tuple[bool, int]] = {}
+    for name, layout in layouts.items():
+        costs[name] = _cost(layout, views, source)
+        if costs[name] == (False, 0):
+            break
+    return min(costs, key=costs.__getitem__)
+
+
+def _cost(layout: Callable[[Tensor], Tensor], views: Sequence[Node], source: Node) -> tuple[bool, int]:
+    """(does not reach the strides, copies on the way)."""
+    x = value(source)
+    mode = detect_fake_mode(x)
+    if mode is None:
+        raise ValueError(f"{source.name} has no fake tensor")
+    copies = 0
+    with mode:
+        x = layout(x)
+        for view in views:
+            if not _is_needed(view, x):
+                continue
+            args: tuple[Any, ...] = torch.fx.node.map_arg(view.args[1:], lambda n: n.meta["val"])
+            kwargs = torch.fx.node.map_arg(view.kwargs, lambda n: n.meta["val"])
+            y = view.target(x, *args, **kwargs)  # type: ignore[operator]
+            copies += calls(view, *COPIES) or (calls(view, *RESHAPES) and not _is_alias(x, y))
+            x = y
+    return not same_layout(x, value(views[-1] if views else source)), copies
+
+
+def _is_needed(view: Node, x: Tensor) -> bool:
+    """False for a view that changes nothing: a no-op, or a copy into the layout that `x` already has."""
+    return not is_noop(view) and not (calls(view, *COPIES) and same_layout(x, value(view)))
+
+
+def _is_alias(x: Tensor, y: Tensor) -> bool:
+    """True where a reshape gave a view, not a copy."""
+    return y._base is not None and (y._base is x or y._base is x._base)
