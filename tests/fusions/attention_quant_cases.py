@@ -335,6 +335,16 @@ def simple(between=lambda x: x, quantize=divide, **options):
     return fn
 
 
+def with_another_length(tokens, device):
+    *tensors, scale = qkv()(tokens, device)
+    return (*tensors, random(max(tokens - 2, 1), 3, device=device), scale)
+
+
+def slice_to_another_length(q, k, v, other, scale):
+    """Whether this is a no-op is not known while compiling."""
+    return divide(bsh(F.scaled_dot_product_attention(q, k, v))[:, : other.shape[0]], scale)
+
+
 def per_token_scale(tokens, device):
     *tensors, _ = qkv()(tokens, device)
     return (*tensors, torch.rand(2, tokens, 1, device=device) + 0.1)
@@ -374,6 +384,7 @@ DECLINED = (
     declined("scale as an integer", r"int32", simple(), scale_shaped(1, dtype=torch.int32)),
     declined("scaled twice", r"scaled twice", simple(between=lambda x: x.float() * 2.5)),
     declined("slice between", r"goes to .*slice", simple(between=lambda x: x[:, :-1])),
+    declined("slice to another length", r"goes to .*slice", slice_to_another_length, with_another_length),
     declined("addition between", r"goes to .*add", simple(between=lambda x: x + 1)),
     declined(
         "not quantised",

@@ -92,6 +92,7 @@ def test_what_must_not_fuse_is_bit_for_bit_the_stock_graph(rule, case):
     for x, y in zip(values, outputs_of(graph), strict=True):
         assert torch.equal(bits(x), bits(y))
     assert re.search(case.reason, why_not(report, rule)), why_not(report, rule)
+    assert "the rule failed" not in why_not(report, rule)
 
 
 @fused

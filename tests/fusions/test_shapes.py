@@ -1,7 +1,10 @@
 """Dynamic sizes: compiled once and run with many, with the graphs and guards of the stock compiler."""
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from fusion_passes.ops.attention_quant import KERNELS, why_unsupported
 from tests.fusions.accuracy import check, check_layout
 from tests.fusions.cases import dynamic, each, varied
 from tests.fusions.without_code import STOCK, WithoutCode
@@ -105,3 +108,17 @@ def test_no_tokens(rule, case):
     for x, y in zip(*map(torch.utils._pytree.tree_leaves, (outputs, stock)), strict=True):
         check_layout(x, y)
         assert x.numel() == 0
+
+
+def test_the_limits_of_kernels_add_no_guard():
+    """Asked of every size as a symbol: what is not known is refused."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    dims = [DimDynamic.DYNAMIC] * 4
+    context = StatelessSymbolicContext(dynamic_sizes=dims)
+    q, k, v = (mode.from_tensor(torch.empty(2, 4, n, 64), symbolic_context=context) for n in (7, 9, 9))
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    before = len(mode.shape_env.guards)
+    for kernel in KERNELS:
+        assert "has no head size" in kernel.unsupported(q, k, v, capability=(9, 0))
+    assert "has no head size" in why_unsupported(q, k, v, capability=(9, 0))
+    assert len(mode.shape_env.guards) == before
