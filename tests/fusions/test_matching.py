@@ -111,6 +111,8 @@ def test_the_settings_decide(rule, case):
 def test_the_same_on_cuda(rule, case, hopper):
     """Every attention backend of CUDA, on fake tensors; a case without that backend is none of its business."""
     for backend in CUDA_BACKENDS:
+        if backend == "math" and torch.__version__ < "2.12":
+            continue  # its rounding to bf16 is optimised away before a cast: an attention in fp32, without a kernel
         try:
             graph = capture_cuda(case.fn, *case.inputs(8, "cpu"), backend=backend)
         except ValueError as error:
