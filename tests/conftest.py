@@ -17,6 +17,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Triton reads this when it is imported (by Inductor, if nobody was earlier): tests/kernels run in its interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", metavar="DIR", help="write DIR/test-gpu-<card>.json; needs a CUDA card")
