@@ -29,6 +29,13 @@ def attention(
     """
     if scale is None:
         scale = query.shape[-1] ** -0.5
+    with torch.autocast(query.device.type, enabled=False):  # it would round the products
+        return _attention(query, key, value, attn_mask, is_causal, scale)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
     group = query.shape[1] // key.shape[1]
     key, value = (x.float().repeat_interleave(group, 1) for x in (key, value))
     scores = query.float() @ key.transpose(-1, -2) * scale

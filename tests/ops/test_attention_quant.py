@@ -250,3 +250,15 @@ def test_modes(mode):
         out = model(q)
     assert same(out, attention_quant(q * 2, k, v))
     assert out.float().abs().max() <= max_value(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_does_not_round_it(device):
+    query, key, value = (x.float() for x in packed(device="cpu"))
+    scale = torch.tensor([0.01])
+    if device == "cuda":
+        query, key, value, scale = (x.to(device, torch.bfloat16) for x in (query, key, value, scale))
+        scale = scale.float()
+    expected = attention_quant(query, key, value, output_scale=scale)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert same(attention_quant(query, key, value, output_scale=scale), expected)
