@@ -32,7 +32,7 @@ from triton.runtime.errors import OutOfResources
 
 import fusion_passes
 from fusion_passes import PassConfig, Report
-from fusion_passes.ops.attention_quant import KERNELS, Kernel
+from fusion_passes.ops.attention_quant import Kernel, choose
 
 # Inductor's caches do not know which SDPA backend a graph was compiled under.
 torch._inductor.config.force_disable_caches = True
@@ -70,31 +70,33 @@ TARGET = [
     Shape(2, 4096, 32, 32, 64, causal=False),
 ]
 SPREAD = [
-    # Self-attention: about the same number of tokens at every length, and one short sequence alone.
+    # Self-attention at about the same number of tokens for every length, and short sequences alone.
     *(
         Shape(max(1, 8192 // length), length, 16, 4, head_dim, causal)
-        for head_dim in (64, 128, 256)
-        for length in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+        for head_dim, lengths in (
+            (128, (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)),
+            (64, (128, 512, 2048, 8192, 32768)),
+            (256, (128, 512, 2048, 8192, 32768)),
+        )
+        for length in lengths
         for causal in (True, False)
     ),
-    *(Shape(1, length, 16, 4, head_dim) for head_dim in (64, 128, 256) for length in (64, 128, 256, 512, 1024, 2048)),
-    *(
-        Shape(max(1, 8192 // length), length, 16, 4, head_dim, causal)
-        for head_dim in (80, 96, 192)
-        for length in (128, 256, 1024, 8192)
-        for causal in (True, False)
-    ),
+    *(Shape(1, length, 16, 4, 128) for length in (128, 512, 2048)),
+    Shape(1, 128, 16, 4, 64),
+    # What only the portable kernel takes.
     *(
         Shape(max(1, 8192 // length), length, 16, 4, head_dim, False, mask=True)
         for head_dim in (64, 128)
         for length in (128, 512, 2048)
     ),
-    # Other queries than keys: one new token, and a chunk of a long prompt.
-    *(Shape(batch, length, 32, 8, 128, False, q_len=1) for batch, length in ((1, 1024), (32, 1024), (32, 4096))),
-    Shape(4, 2048, 16, 4, 128, False, q_len=256),
-    # A small encoder.
-    Shape(32, 128, 12, 12, 64, False),
+    *(
+        Shape(max(1, 8192 // length), length, 16, 4, head_dim)
+        for head_dim in (80, 96, 192)
+        for length in (128, 512, 2048)
+    ),
     Shape(32, 128, 12, 12, 64, False, mask=True),
+    Shape(32, 1024, 32, 8, 128, False, q_len=1),
+    Shape(4, 2048, 16, 4, 128, False, q_len=256),
 ]
 TUNE = [
     Shape(batch, length, 16, 4, head_dim)
@@ -164,7 +166,7 @@ def replay(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def contenders(shape: Shape, backends: Sequence[str] = tuple(BACKENDS)) -> dict[str, Callable[[], object]]:
-    """Stock attention and quantisation for each backend, and each kernel that supports the shape."""
+    """Stock attention and quantisation for each backend, and the kernel that the op would run."""
     q, k, v, mask, scale = inputs(shape)
     torch.compiler.reset()
     compiled = torch.compile(quantize)
@@ -187,9 +189,8 @@ def contenders(shape: Shape, backends: Sequence[str] = tuple(BACKENDS)) -> dict[
     functions: dict[str, Callable[[], object]] = {
         name: lambda backend=BACKENDS[name]: stock(backend) for name in backends
     }
-    for kernel in KERNELS:
-        if kernel.unsupported(q, k, v, mask, is_causal=shape.causal) is None:
-            functions[kernel.name] = lambda kernel=kernel: fused(kernel)
+    if (kernel := choose(q, k, v, mask, is_causal=shape.causal)) is not None:
+        functions[kernel.name] = lambda: fused(kernel)
     return functions
 
 
@@ -286,6 +287,8 @@ def main() -> None:
     for shape in SUITES[arguments.suite]:
         row = measure(shape, arguments.level, arguments.backends)
         rows.append(row)
+        if arguments.record:  # after each, so that what was measured is not lost with what was not
+            record(arguments, rows)
         print(
             f"{shape!s:58s} stock {row['best_stock']} {row['microseconds']} ratio {row['ratio']}"
             + (f" matches {row['matches']}" if "matches" in row else ""),
@@ -293,8 +296,6 @@ def main() -> None:
         )
     first = [next(iter(row["ratio"].values())) for row in rows if row["ratio"]]  # type: ignore[attr-defined]
     print(f"geometric mean {math.prod(first) ** (1 / len(first)):.3f}, worst {min(first):.3f}")
-    if arguments.record:
-        record(arguments, rows)
 
 
 def record(arguments: argparse.Namespace, rows: list[dict[str, object]]) -> None:

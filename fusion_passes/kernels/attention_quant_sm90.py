@@ -233,7 +233,6 @@ def _consume(
         mbarrier.wait(q_full.index(W), r & 1)
         if Q_IN_REGISTERS:  # leaves the bandwidth of the shared memory to K and V, and Q of the next tile loads early
             q = q.load(q_l)
-            mbarrier.arrive(q_empty.index(W), count=1)
 
         first = key_blocks - 1
         if SKIP:
@@ -248,6 +247,10 @@ def _consume(
         k = k_s.index(it % K_STAGES).reshape([BLOCK_N, D]).slice(0, N0)
         s = warpgroup_mma_wait(0, deps=[_scores(q, k, N0)])
         mbarrier.arrive(k_empty.index(it % K_STAGES), count=1)
+        if Q_IN_REGISTERS:
+            # Not before: neither the load nor a barrier behind it waits until the registers are there, only their first
+            # use does, and where tiles are short Q of the next one came in earlier.
+            mbarrier.arrive(q_empty.index(W), count=1)
         cols = first * BLOCK_N + gl.arange(0, N0, gl.SliceLayout(0, first_l))
         if CAUSAL:
             rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, first_l))

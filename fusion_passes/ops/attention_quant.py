@@ -20,6 +20,10 @@ from fusion_passes.ops.support import Capability, device_capability, known, trit
 logger = logging.getLogger(__name__)
 
 LAYOUTS = ("bshd", "bhsd")
+ALIGNMENT = 16
+"""Bytes, of the addresses and strides that TMA takes."""
+MAX_DECISIONS = 4096
+"""Of calls whose kernel is remembered; dynamic sizes make many."""
 OUTPUT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MASK_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16)
 
@@ -105,7 +109,7 @@ KERNELS = (
         triton=((3, 6), (3, 8)),  # Gluon is experimental: 3.8 renamed its TMA functions
         masks=False,
         cross_lengths=False,
-        stride_bytes=16,  # TMA
+        stride_bytes=ALIGNMENT,  # TMA
         positive_scale=True,
     ),
     Kernel(
@@ -311,11 +315,10 @@ def _cuda(
     dtype: torch.dtype,
     layout: str = "bshd",
 ) -> Tensor:
-    validate(query, key, value, attn_mask, output_scale, is_causal, dtype, layout)
+    module = _decide(query, key, value, attn_mask, output_scale, is_causal, scale, dtype, layout)
     out = _empty_output(query, dtype, layout)
     if out.numel() == 0:
         return out
-    module = _runnable(query, key, value, attn_mask, is_causal, scale, dtype)
     with torch.cuda.device(query.device):
         module.launch(
             out,
@@ -332,6 +335,41 @@ def _cuda(
     return out
 
 
+_decided: dict[tuple[object, ...], ModuleType] = {}
+
+
+def _decide(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    output_scale: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dtype: torch.dtype,
+    layout: str,
+) -> ModuleType:
+    """Validate a call and choose its kernel's module; remembered by all that this looks at, since a call that launches
+    a kernel of some microseconds must not spend more on questions."""
+    aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT == 0
+    signature = (
+        *(_described(x) for x in (query, key, value, attn_mask, output_scale)),
+        *(is_causal, scale, dtype, layout, aligned),
+    )
+    module = _decided.get(signature)
+    if module is None:
+        validate(query, key, value, attn_mask, output_scale, is_causal, dtype, layout)
+        module = _runnable(query, key, value, attn_mask, is_causal, scale, dtype, aligned)
+        if len(_decided) >= MAX_DECISIONS:
+            _decided.clear()
+        _decided[signature] = module
+    return module
+
+
+def _described(x: Tensor | None) -> tuple[object, ...] | None:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+
+
 def _runnable(
     query: Tensor,
     key: Tensor,
@@ -340,14 +378,14 @@ def _runnable(
     is_causal: bool,
     scale: float | None,
     dtype: torch.dtype,
+    aligned: bool,
 ) -> ModuleType:
     """The module of the first kernel that supports these tensors and can be imported."""
     why = None
     for kernel in KERNELS:
         why = kernel.unsupported(query, key, value, attn_mask, is_causal=is_causal, scale=scale, dtype=dtype)
-        unit = kernel.stride_bytes or 1
-        if why is None and any(x.data_ptr() % unit for x in (query, key, value)):
-            why = f"{kernel.name} needs addresses that are multiples of {unit} bytes"
+        if why is None and kernel.stride_bytes is not None and not aligned:
+            why = f"{kernel.name} needs addresses that are multiples of {ALIGNMENT} bytes"
         if why is None:
             module = _load(kernel)
             if module is not None:

@@ -269,7 +269,7 @@ FUSED = (
     case("1 x tokens x hidden", opaque, "opaque", views=one_th, inputs=qkv(batch=1), attention=CAUSAL),
     case("grouped heads", opaque, "opaque", grouped=True, inputs=qkv(kv_heads=KV_HEADS), attention=CAUSAL),
     case("repeat_kv", attend=repeat_kv, inputs=qkv(kv_heads=KV_HEADS), attention=CAUSAL),
-    case("by hand", attend=by_hand, attention=CAUSAL),
+    case("by hand", attend=by_hand, attention=CAUSAL, one_token_on_cuda=False),
     case("softmax scale", reciprocal, "reciprocal", attention={"scale": 0.3}),
     case("bool mask", number, "number", lambda x, s: x / 0.37, mask=True, inputs=with_mask(bool_mask), length_dims=()),
     case("float mask", one_over, "reciprocal", mask=True, inputs=with_mask(float_mask), length_dims=()),

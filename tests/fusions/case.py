@@ -22,6 +22,8 @@ class Case:
     reference: what `fn` returns in fp32, before anything is rounded or saturated to FP8.
     family: of the quantisation, out of `FAMILIES`.
     strided: inputs that are not contiguous.  cuda: whether it is the same on CUDA.
+    one_token_on_cuda: whether it fuses there with one token too: Inductor makes a product with one row, where it is
+        spelled out, into a multiplication and a sum, which is not read as attention.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Case:
     family: str = ""
     strided: bool = False
     cuda: bool = True
+    one_token_on_cuda: bool = True
 
     def with_scale(self, value: float, tokens: int, device: torch.device | str) -> tuple[Tensor, ...]:
         """Inputs in which every scale is `value`."""

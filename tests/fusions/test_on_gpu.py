@@ -42,7 +42,7 @@ def test_codes_are_those_of_the_reference(rule, case):
     for tokens in TOKENS:
         inputs = case.inputs(tokens, "cuda")
         check(run(ours, inputs), stock(*inputs), case.reference(*inputs))
-    assert ours.fused == len(ours.after), ours.report
+    assert ours.fused == len(ours.after) - (not case.one_token_on_cuda), ours.report
 
 
 @pytest.mark.parametrize("value", [0.25, 4.0])

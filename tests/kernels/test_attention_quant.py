@@ -321,3 +321,17 @@ def test_rows_far_apart(kernel):
     k_far.copy_(k)
     v_far.copy_(v)
     run_and_check(kernel, q, k_far, v_far, is_causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_many_short_tiles(head_dim, is_causal):
+    """Several tiles of one key block for each program: what one tile still reads, the next must not overwrite."""
+    q, k, v = qkv(7, 64, 8, 17, 17, head_dim)
+    scale = torch.tensor(0.02, device=DEVICE)
+    first = run(HOPPER, q, k, v, out_scale=scale, is_causal=is_causal)
+    check(first, q, k, v, is_causal=is_causal, divisor=0.02)
+    for _ in range(200):
+        again = run(HOPPER, q, k, v, out_scale=scale, is_causal=is_causal)
+        assert torch.equal(again.view(torch.uint8), first.view(torch.uint8))
