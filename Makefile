@@ -83,8 +83,9 @@ types: $(READY) ## mypy, strict on the package
 demo: $(READY) ## show what the passes do to an unmodified Hugging Face Llama
 	$(PYTHON) -m fusion_passes explain examples/llama_fp8.py
 
-bench: $(READY) ## run every benchmark (needs a CUDA card)
-	$(PYTHON) -m benchmarks $(ARGS)
+bench: $(READY) ## run the benchmarks (needs a CUDA card) and write their figures where they are kept
+	$(PYTHON) benchmarks/attention_quant.py --suite target --record benchmarks/results
+	$(PYTHON) benchmarks/attention_quant.py --level kernel --suite spread --record fusion_passes/measured
 
 clean: ## remove the caches and build output, not .venv
 	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache

@@ -335,3 +335,30 @@ def test_many_short_tiles(head_dim, is_causal):
     for _ in range(200):
         again = run(HOPPER, q, k, v, out_scale=scale, is_causal=is_causal)
         assert torch.equal(again.view(torch.uint8), first.view(torch.uint8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_random_problems(seed):
+    """Any combination of what the portable kernel takes."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(*options):
+        return options[int(torch.randint(len(options), (), generator=generator))]
+
+    group, kv_heads, batch = pick(1, 2, 3, 5), pick(1, 2), pick(1, 2)
+    q_len, kv_len = (pick(1, 2, 15, 16, 63, 64, 65, 100, 129) for _ in range(2))
+    head_dim, dtype, out_dtype = pick(64, 80, 96, 128, 192, 256), pick(BF16, FP16), pick(E4M3, E5M2)
+    q, k, v = qkv(batch, group * kv_heads, kv_heads, q_len, kv_len, head_dim, dtype)
+    kind = pick("full", "causal", "bool", "float")
+    mask = None
+    if kind == "bool":
+        mask = torch.rand(batch, 1, q_len, kv_len, device=DEVICE) < 0.7
+    elif kind == "float":
+        mask = torch.randn(q_len, kv_len, device=DEVICE)
+    options = {"is_causal": kind == "causal", "scale": pick(None, 0.3)}
+    divisor = pick(0.002, 0.02, 1.0)
+    scale = torch.tensor(divisor, device=DEVICE)
+    given = options | {"scale": options["scale"] or head_dim**-0.5}
+    out = run(PORTABLE, q, k, v, mask, scale, dtype=out_dtype, layout=pick("bshd", "bhsd"), **given)
+    check(out, q, k, v, mask, **options, divisor=divisor)
