@@ -14,11 +14,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
-from fusion_passes.graph import is_tensor, mutated_nodes, value
+from fusion_passes.graph import aten, calls, is_tensor, is_view, mutated_nodes, value
 
 MAX_NODES = 200
-MAX_ELEMENTS = 2**28
-"""Of all tensors on the way together: a mask of 16384 x 16384 and no more, a quarter of a second."""
+MAX_BYTES = 2**31
+"""Of all tensors on the way together, views not counted.  Some bool masks of 16384 x 16384 are that much, and take a
+second or two; at 4096 x 4096 it is a tenth of a second."""
 
 _causal: WeakKeyDictionary[Node, bool] = WeakKeyDictionary()
 
@@ -38,6 +39,9 @@ def _is_lower_triangle(mask: Node) -> bool:
     result = evaluate(mask)
     if result is None:
         return False
+    for dim in range(result.ndim - 2):
+        if result.stride(dim) == 0:  # an expanded batch need not be compared again and again
+            result = result.narrow(dim, 0, 1)
     q_len, kv_len = result.shape[-2:]
     return torch.equal(result, torch.ones(q_len, kv_len, dtype=torch.bool).tril().expand_as(result))
 
@@ -47,6 +51,7 @@ def evaluate(node: Node) -> Tensor | None:
     order = _constant_ancestors(node)
     if order is None:
         return None
+    last_use = {source: current for current in order for source in current.all_input_nodes}
     values: dict[Node, Any] = {}
     with unset_fake_temporarily(), torch.no_grad():
         for current in order:
@@ -54,6 +59,9 @@ def evaluate(node: Node) -> Tensor | None:
             if "device" in kwargs:
                 kwargs = kwargs | {"device": torch.device("cpu")}
             values[current] = current.target(*args, **kwargs)  # type: ignore[operator]
+            for source in current.all_input_nodes:
+                if last_use[source] is current:
+                    del values[source]
     result = values[node]
     return result if isinstance(result, Tensor) else None
 
@@ -61,7 +69,7 @@ def evaluate(node: Node) -> Tensor | None:
 def _constant_ancestors(node: Node) -> list[Node] | None:
     """`node` and all that it is computed from, in order; None if an input, a symbolic size, a random number or a side
     effect is among it, or it is too much."""
-    elements = 0
+    size = 0
     found: set[Node] = set()
     work = [node]
     while work:
@@ -80,8 +88,9 @@ def _constant_ancestors(node: Node) -> list[Node] | None:
             or not all(isinstance(size, int) for size in val.shape)
         ):
             return None
-        elements += val.numel()
-        if len(found) > MAX_NODES or elements > MAX_ELEMENTS:
+        if not is_view(current) and not calls(current, aten.expand.default):
+            size += val.numel() * val.element_size()
+        if len(found) > MAX_NODES or size > MAX_BYTES:
             return None
         work.extend(current.all_input_nodes)
     return sorted(found)
