@@ -1,0 +1,406 @@
+"""Causal attention with a KV cache: bf16, fp16 or FP8 cache, new tokens of many sequences in one batch.
+
+The query is quantised in plain torch before the op where the backend takes FP8 queries, so that Inductor fuses it with
+what comes before: RoPE, a norm, the end of the projection. The scales are live tensors.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_passes.nn import backends
+from fusion_passes.nn.kv_cache import AttentionMetadata, Layout, PagedKVCache, StaticKVCache
+from fusion_passes.nn.quant_fp8 import native_dtype
+from fusion_passes.ops import kv_cache_write
+from fusion_passes.quant import FP8_DTYPES, QuantSpec, quantize
+
+CACHE_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+SCALES = {"q_scale": "_q_scale", "k_scale": "_k_scale", "v_scale": "_v_scale", "prob_scale": "_prob_scale"}
+"""Keys of a checkpoint and the buffers that they go to."""
+RANGES = {"q_range": 200.0, "k_range": 200.0, "v_range": 100.0}
+"""What the largest magnitude of the first batch becomes as a code: leaves room below e4m3fn's 448 for later ones."""
+FNUZ_FACTOR = 2.0
+"""The same bits are half as much in e4m3fnuz as in e4m3fn, for which checkpoints are calibrated."""
+
+
+class Attention(nn.Module):
+    """Softmax attention of new tokens over a KV cache that they are written to first.
+
+    num_kv_heads: divides num_heads. scale: of the logits, ``head_dim ** -0.5`` if None.
+    window: of keys that a query sees, its own among them. softcap: ``softcap * tanh(logit / softcap)``; 0 for none.
+    sinks: a learned logit for each head, parameter ``sinks`` [num_heads], that takes its share of the softmax.
+    kv_cache_dtype: "auto" (dtype), "fp8_e4m3" or "fp8_e5m2".
+    backend: "auto" or a name from ``nn.backends.BACKENDS``.
+    block_size: tokens in a page of the cache.
+    quantize_query: None: where the cache is FP8 and the backend takes FP8 queries.
+    quantize_probs: the probabilities go into the product with V as FP8, with ``_prob_scale``.
+    calculate_kv_scales: the first batch with tokens in it sets the scales of query, key and value, on the device.
+    dtype: of query, key and value; torch's default dtype if None.
+
+    Scales and ranges are fp32 buffers, moved by `.to(device)` and spared by `.to(dtype)`. They are not in the
+    state_dict of a layer whose cache is not FP8, and never required by load_state_dict: see docs/attention.md.
+
+    Raises ValueError where the arguments contradict each other or no backend can do what they ask.
+    """
+
+    _q_scale: Tensor
+    _k_scale: Tensor
+    _v_scale: Tensor
+    _prob_scale: Tensor
+    q_range: Tensor
+    k_range: Tensor
+    v_range: Tensor
+    _uncalibrated: Tensor
+    sinks: nn.Parameter | None
+    kv_cache: PagedKVCache | None
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float = 0.0,
+        sinks: bool = False,
+        kv_cache_dtype: str = "auto",
+        backend: str = "auto",
+        block_size: int = 64,
+        quantize_query: bool | None = None,
+        quantize_probs: bool = False,
+        calculate_kv_scales: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if min(num_heads, num_kv_heads, head_dim, block_size) < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads and all sizes positive, got {num_heads} and "
+                f"{num_kv_heads} heads of {head_dim}, block_size {block_size}"
+            )
+        if window is not None and window < 1:
+            raise ValueError(f"window counts the keys that a query sees, its own among them: 1 or more, got {window}")
+        if softcap < 0.0:
+            raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
+        if kv_cache_dtype not in CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype must be one of {list(CACHE_DTYPES)}, got {kv_cache_dtype!r}")
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.window, self.softcap, self.block_size = window, softcap, block_size
+        self.kv_cache_dtype = kv_cache_dtype
+        self.dtype = dtype or torch.get_default_dtype()
+        fp8 = CACHE_DTYPES[kv_cache_dtype]
+        self.cache_dtype = self.dtype if fp8 is None else native_dtype(fp8, device)
+        if fp8 is None and (quantize_query or quantize_probs or calculate_kv_scales):
+            raise ValueError(
+                "quantize_query, quantize_probs and calculate_kv_scales need an FP8 cache, kv_cache_dtype is 'auto'"
+            )
+        request = backends.Request(
+            head_dim=head_dim,
+            dtype=self.dtype,
+            cache_dtype=self.cache_dtype,
+            page_size=block_size,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            quantize_query=bool(quantize_query),
+            quantize_probs=quantize_probs,
+            device=None if device is None or torch.device(device).type == "meta" else torch.device(device).type,
+        )
+        self.backend = backends.choose(backend, request)
+        if quantize_query is None:
+            quantize_query = self.quantized and self.backend.supports_quant_query_input
+        self.quantize_query, self.quantize_probs = quantize_query, quantize_probs
+        self.calculate_kv_scales = calculate_kv_scales
+        self._given: set[str] = set()  # scales that a checkpoint or a caller has set
+        for name, default in self._defaults().items():
+            self.register_buffer(name, default.to(device or torch.get_default_device()), persistent=False)
+        self.register_parameter(
+            "sinks", nn.Parameter(torch.zeros(num_heads, dtype=self.dtype, device=device)) if sinks else None
+        )
+        self.kv_cache = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the cache is FP8."""
+        return self.cache_dtype in FP8_DTYPES
+
+    def allocate_cache(
+        self, pages: int, *, layout: Layout = "HND", device: torch.device | str | None = None
+    ) -> PagedKVCache:
+        """Give the layer a new cache of so many pages of block_size tokens, on its own device if None."""
+        cache = PagedKVCache(
+            *(pages, self.block_size, self.num_kv_heads, self.head_dim, self.cache_dtype),
+            layout=layout,
+            device=device or self._k_scale.device,
+        )
+        self.bind_cache(cache)
+        return cache
+
+    def allocate_static_cache(
+        self, batch: int, max_len: int, *, layout: Layout = "HND", device: torch.device | str | None = None
+    ) -> StaticKVCache:
+        """Give the layer a new cache with one contiguous stretch for each sequence."""
+        cache = StaticKVCache(
+            *(batch, max_len, self.num_kv_heads, self.head_dim, self.cache_dtype),
+            layout=layout,
+            device=device or self._k_scale.device,
+        )
+        self.bind_cache(cache)
+        return cache
+
+    def bind_cache(self, cache: PagedKVCache | None) -> None:
+        """Use this cache, which other layers may use too; None: none. Raises ValueError if it does not fit."""
+        if cache is not None:
+            _, kv_heads, _, head_dim = cache.key.shape
+            found, wanted = (
+                (kv_heads, head_dim, cache.dtype),
+                (self.num_kv_heads, self.head_dim, self.cache_dtype),
+            )
+            if found != wanted:
+                raise ValueError(f"the layer needs a cache of (kv heads, head_dim, dtype) {wanted}, got {found}")
+            pages = self.backend.page_sizes
+            if pages is not None and cache.page_size not in pages:
+                raise ValueError(f"backend {self.backend.name} has page sizes {pages}, not {cache.page_size}")
+        self.kv_cache = cache
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        metadata: AttentionMetadata,
+        *,
+        output_scale: Tensor | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """query: [tokens, num_heads, head_dim]; key, value: [tokens, num_kv_heads, head_dim]; any strides.
+
+        Each may also be FP8 codes of cache_dtype, already quantised with the layer's scale for it.
+        key and value None: nothing is written, for a layer that reads what another one has written.
+        output_scale: fp32, one element: the output leaves as FP8 codes, of output_dtype (cache_dtype if None).
+
+        Returns [tokens, num_heads, head_dim], in the layer's dtype if there is no output_scale. Padding is 0.
+        """
+        cache = self._checked_cache(query, key, value, output_scale, output_dtype)
+        if self.calculate_kv_scales:
+            self._calculate_scales(query, key, value, metadata)
+        k_scale, v_scale = (self._k_scale, self._v_scale) if self.quantized else (None, None)
+        if key is not None and value is not None:
+            scales = (None, None) if key.dtype in FP8_DTYPES else (k_scale, v_scale)
+            kv_cache_write(key, value, cache.key, cache.value, metadata.slot_mapping, *scales)
+        out_dtype = self.dtype
+        if output_scale is not None:
+            out_dtype = output_dtype or (self.cache_dtype if self.quantized else native_dtype(torch.float8_e4m3fn))
+        if self.quantize_query and query.dtype not in FP8_DTYPES:
+            query = quantize(query, self._q_scale, self.cache_dtype)
+        return self.backend.attend(
+            *(query, cache, metadata),
+            self._q_scale if query.dtype in FP8_DTYPES else None,
+            *(k_scale, v_scale),
+            self._prob_scale if self.quantize_probs else None,
+            *(output_scale, self.sinks),
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            dtype=out_dtype,
+        )
+
+    def set_scales(self, **values: Tensor | float) -> None:
+        """Set scales by their names in a checkpoint: q_scale, k_scale, v_scale, prob_scale, or kv_scale for two.
+
+        ``value = code * scale`` with codes in e4m3fn (or e5m2); on hardware with the fnuz form the layer uses twice
+        the scale. Changed in place, so that compiled and captured graphs follow.
+
+        Raises ValueError for another name and for a scale that is not one positive, finite number.
+        """
+        for name, value in _split_kv_scale(values).items():
+            if name not in SCALES:
+                raise ValueError(f"scales are {list(SCALES)} and kv_scale, got {name!r}")
+            buffer = self._buffers[SCALES[name]]
+            if buffer is None or buffer.is_meta:
+                raise ValueError(f"{name} cannot be set on the meta device: call to_empty first")
+            buffer.copy_(self._native_scale(name, value))
+            self._given.add(name)
+        if {"k_scale", "v_scale"} <= self._given:
+            self._uncalibrated.fill_(False)
+
+    def process_weights_after_loading(self, name: str = "", *, device: torch.device | str | None = None) -> None:
+        """Settle the scales when all weights are in, whatever loaded them.
+
+        Scales that came from a checkpoint or set_scales stay. All others become 1, also where dummy weights or
+        to_empty have filled them with something, and all are 1 if the cache is not FP8; the ranges become what they
+        were at first. Scales that are still 1 in a layer that uses them are a warning, except where calculate_kv_scales
+        will set them. name: of the layer, for the warning. device: for buffers that are still on the meta device.
+
+        Raises ValueError if there are such buffers and no device is given.
+        """
+        if not self.quantized:
+            self._given.clear()
+        kept = {SCALES[scale] for scale in self._given}
+        for buffer, default in self._defaults().items():
+            current = self._buffers[buffer]
+            if current is None or current.is_meta:
+                if device is None:
+                    raise ValueError(f"{name or 'the layer'}: {buffer} is on the meta device: say which device to use")
+                self._buffers[buffer] = default.to(device)
+            elif buffer not in kept:
+                current.copy_(default)
+        used = ["k_scale", "v_scale", *["q_scale"] * self.quantize_query, *["prob_scale"] * self.quantize_probs]
+        if self.calculate_kv_scales:
+            if not {"k_scale", "v_scale"} <= self._given:
+                used = [scale for scale in used if scale == "prob_scale"]
+            else:
+                self._uncalibrated.fill_(False)
+        missing = [scale for scale in used if scale not in self._given]
+        if self.quantized and missing:
+            warnings.warn(
+                f"{name or 'attention'}: the {self.kv_cache_dtype} cache uses {', '.join(missing)} = 1, which no "
+                "checkpoint has set: accuracy may suffer. Load scales, call set_scales, or use calculate_kv_scales",
+                stacklevel=2,
+            )
+
+    def _defaults(self) -> dict[str, Tensor]:
+        values = dict.fromkeys(SCALES.values(), 1.0) | RANGES
+        fp32 = {buffer: torch.tensor(x, dtype=torch.float32, device="cpu") for buffer, x in values.items()}
+        return fp32 | {"_uncalibrated": torch.tensor(self.calculate_kv_scales, device="cpu")}
+
+    def _calculate_scales(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, metadata: AttentionMetadata
+    ) -> None:
+        """The scales of the first batch, without a branch on the device's values; padding does not count."""
+        token = metadata.is_token[:, None, None]
+        first = self._uncalibrated & token.any()
+        for x, scale, limit in (
+            (query, self._q_scale, self.q_range),
+            (key, self._k_scale, self.k_range),
+            (value, self._v_scale, self.v_range),
+        ):
+            if x is None or x.dtype in FP8_DTYPES or x.shape[0] == 0:
+                continue
+            amax = torch.where(token, x.detach().float().abs(), 0.0).flatten().amax()
+            chosen = torch.where((amax > 0.0) & amax.isfinite(), amax / limit, 1.0)
+            scale.copy_(torch.where(first, chosen, scale))
+        self._uncalibrated.copy_(self._uncalibrated & ~first)
+
+    def _checked_cache(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        output_scale: Tensor | None,
+        output_dtype: torch.dtype | None,
+    ) -> PagedKVCache:
+        if self.kv_cache is None:
+            raise RuntimeError("the layer has no cache: call allocate_cache, allocate_static_cache or bind_cache")
+        if (key is None) != (value is None):
+            raise ValueError("key and value are given together or not at all")
+        if query.shape[1:] != (self.num_heads, self.head_dim):
+            raise ValueError(f"query must be [tokens, {self.num_heads}, {self.head_dim}], got {list(query.shape)}")
+        dtypes = (self.dtype, self.cache_dtype) if self.quantized else (self.dtype,)
+        if query.dtype not in dtypes:
+            raise TypeError(f"the layer is for queries of {self.dtype}, got {query.dtype}")
+        if query.dtype in FP8_DTYPES and not self.backend.supports_quant_query_input:
+            raise TypeError(f"backend {self.backend.name} takes no FP8 queries")
+        if self._k_scale.device != query.device:
+            raise ValueError(f"the scales are on {self._k_scale.device}, the query is on {query.device}")
+        if output_scale is None:
+            if output_dtype is not None:
+                raise ValueError("output_dtype goes with output_scale")
+        else:
+            spec = QuantSpec(output_dtype or torch.float8_e4m3fn)
+            if not self.backend.supports_fused_output_quant(spec):
+                raise ValueError(f"backend {self.backend.name} has no output quantised as {spec}")
+        return self.kv_cache
+
+    def _native_scale(self, name: str, value: Tensor | float) -> Tensor:
+        scale = torch.as_tensor(value, dtype=torch.float32).detach()
+        if scale.numel() != 1 or not 0.0 < float(scale) < math.inf:
+            raise ValueError(f"{name} must be one positive, finite number, got {value}")
+        scale = scale.reshape(())
+        return scale * FNUZ_FACTOR if self._fnuz and name != "prob_scale" else scale
+
+    @property
+    def _fnuz(self) -> bool:
+        return self.cache_dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        found = {name: state_dict.pop(prefix + name) for name in (*SCALES, "kv_scale") if prefix + name in state_dict}
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if not self.quantized:
+            return
+        for name, value in _split_kv_scale(found).items():
+            buffer = self._buffers[SCALES[name]]
+            if buffer is not None and buffer.is_meta:
+                if not local_metadata.get("assign_to_params_buffers", False):
+                    continue  # like any other weight: there is nothing to copy to
+                self._buffers[SCALES[name]] = torch.ones((), device=torch.as_tensor(value).device)
+            try:
+                self.set_scales(**{name: value})
+            except ValueError as error:
+                error_msgs.append(f"{prefix}{name}: {error}")
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        names = set(self._given)
+        if self.calculate_kv_scales and not self._uncalibrated.is_meta and not self._uncalibrated:
+            names |= {"q_scale", "k_scale", "v_scale"}
+        for name in SCALES:
+            if name in names and self.quantized:
+                scale = self._buffers[SCALES[name]]
+                assert scale is not None
+                halved = self._fnuz and name != "prob_scale"
+                destination[prefix + name] = scale / FNUZ_FACTOR if halved else scale
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Attention":
+        defaults = self._defaults()
+        before = {name: self._buffers[name] for name in defaults}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is None or new is None:
+                continue
+            if new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+            elif old.is_meta and not new.is_meta:  # to_empty leaves whatever was there
+                new.copy_(defaults[name])
+        return self
+
+    def extra_repr(self) -> str:
+        options = {"window": self.window, "softcap": self.softcap or None, "sinks": self.sinks is not None or None}
+        shown = "".join(f", {name}={value}" for name, value in options.items() if value is not None)
+        return (
+            f"{self.num_heads}, {self.num_kv_heads}, {self.head_dim}, cache {self.cache_dtype}, "
+            f"backend={self.backend.name}{shown}"
+        )
+
+
+def _split_kv_scale(values: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
+    """kv_scale, which older checkpoints have, stands for those of k_scale and v_scale that are not given."""
+    split = dict(values)
+    if (both := split.pop("kv_scale", None)) is not None:
+        split = {"k_scale": both, "v_scale": both} | split
+    return split
+
+
+def process_weights_after_loading(model: nn.Module, *, device: torch.device | str | None = None) -> None:
+    """``Attention.process_weights_after_loading`` of every such layer in the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, Attention):
+            module.process_weights_after_loading(name, device=device)

@@ -1,0 +1,69 @@
+"""FP8 quantisation as a layer, in two forms: plain torch, which Inductor fuses with its neighbours, or an opaque op."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fusion_passes.ops import quantize_dynamic
+from fusion_passes.ops.quantize import quantize_fp8
+from fusion_passes.quant import QuantSpec, quantize
+
+Form = Literal["plain", "opaque"]
+
+_FNUZ = {torch.float8_e4m3fn: torch.float8_e4m3fnuz, torch.float8_e5m2: torch.float8_e5m2fnuz}
+STATIC_E4M3 = QuantSpec()
+FNUZ_ARCHITECTURES = ("gfx940", "gfx941", "gfx942")
+
+
+def native_dtype(dtype: torch.dtype, device: torch.device | str | None = None) -> torch.dtype:
+    """The form of an FP8 dtype that the device computes with: fnuz on AMD's gfx940 to gfx942, the same elsewhere."""
+    if torch.version.hip is None or not torch.cuda.is_available():
+        return dtype
+    if device is not None and torch.device(device).type != "cuda":
+        return dtype
+    architecture = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    return _FNUZ.get(dtype, dtype) if architecture in FNUZ_ARCHITECTURES else dtype
+
+
+class QuantFP8(nn.Module):
+    """``x -> (codes, scale)`` as a QuantSpec says.
+
+    form: "plain" or "opaque".
+    scale_upper_bound: for dynamic scales: a larger one becomes this, and the values that it cannot hold saturate.
+
+    Raises ValueError if the bound is not positive or comes with static scales, or there is no opaque op for the spec
+    (static scales per token or group).
+    """
+
+    def __init__(
+        self, spec: QuantSpec = STATIC_E4M3, *, form: Form = "plain", scale_upper_bound: float | None = None
+    ) -> None:
+        super().__init__()
+        if form not in ("plain", "opaque"):
+            raise ValueError(f"form must be 'plain' or 'opaque', got {form!r}")
+        if form == "opaque" and spec.static and spec.granularity != "tensor":
+            raise ValueError(f"static scales per {spec.granularity} have no opaque op: use form='plain'")
+        if scale_upper_bound is not None and (spec.static or not scale_upper_bound > 0.0):
+            raise ValueError(f"scale_upper_bound must be positive and is for dynamic scales, got {scale_upper_bound}")
+        self.spec, self.form, self.scale_upper_bound = spec, form, scale_upper_bound
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x: [..., hidden]. scale: fp32, given for static scales and only then, in the shape of ``choose_scale``.
+
+        Returns FP8 codes [..., hidden] and the scale.
+        """
+        if self.spec.static != (scale is not None):
+            raise ValueError("static scales are given with the call, dynamic ones are chosen by it")
+        if scale is None:
+            dynamic = quantize_dynamic.plain if self.form == "plain" else quantize_dynamic.quantize_fp8_dynamic
+            return dynamic(x, self.spec, self.scale_upper_bound)
+        if scale.device != x.device:
+            raise ValueError(f"scale is on {scale.device}, x on {x.device}: make the scale a buffer of the module")
+        if self.form == "opaque":
+            return quantize_fp8(x, scale, self.spec.dtype), scale
+        return quantize(x, scale, self.spec.dtype), scale
+
+    def extra_repr(self) -> str:
+        bound = "" if self.scale_upper_bound is None else f", scale_upper_bound={self.scale_upper_bound}"
+        return f"{self.spec}, form={self.form}{bound}"

@@ -1,0 +1,74 @@
+"""``quantize_fp8_dynamic``: FP8 quantisation by scales chosen from the tensor itself, as an opaque op.
+
+Like ``quantize_fp8`` it is for graphs that must not depend on what Inductor makes of a quantisation: the plain form,
+behind a call that Inductor does not look into.
+"""
+
+import torch
+from torch import Tensor
+
+from fusion_passes import quant
+
+_library = torch.library.Library("fusion_passes", "FRAGMENT")
+_library.define(
+    "quantize_fp8_dynamic(Tensor x, *, ScalarType dtype, str granularity, SymInt? group_size=None, "
+    "float? scale_upper_bound=None) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def plain(x: Tensor, spec: quant.QuantSpec, scale_upper_bound: float | None = None) -> tuple[Tensor, Tensor]:
+    """The codes of x and their scales, in plain torch."""
+    scale = quant.choose_scale(x, spec)
+    if scale_upper_bound is not None:
+        scale = scale.clamp_max(scale_upper_bound)
+    return quant.quantize(x, scale, spec.dtype), scale
+
+
+def _quantize(
+    x: Tensor,
+    *,
+    dtype: torch.dtype,
+    granularity: quant.Granularity,
+    group_size: int | None = None,
+    scale_upper_bound: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    codes, scale = plain(x, quant.QuantSpec(dtype, granularity, group_size, static=False), scale_upper_bound)
+    return codes.contiguous(), scale.contiguous()
+
+
+def _fake(
+    x: Tensor,
+    *,
+    dtype: torch.dtype,
+    granularity: quant.Granularity,
+    group_size: int | None = None,
+    scale_upper_bound: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    if granularity == "tensor":
+        shape = [1]
+    else:
+        shape = [*x.shape[:-1], 1 if group_size is None else x.shape[-1] // group_size]
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape, dtype=torch.float32)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("quantize_fp8_dynamic", _quantize, _device)
+torch.library.register_fake("fusion_passes::quantize_fp8_dynamic", _fake, lib=_library)
+
+
+def quantize_fp8_dynamic(
+    x: Tensor, spec: quant.QuantSpec, scale_upper_bound: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """FP8 codes of x, contiguous, and the scales that ``quant.choose_scale`` gives for spec, at most the upper bound.
+
+    What the bound leaves outside of the codes' range saturates.
+    """
+    codes, scale = torch.ops.fusion_passes.quantize_fp8_dynamic(
+        x,
+        dtype=spec.dtype,
+        granularity=spec.granularity,
+        group_size=spec.group_size,
+        scale_upper_bound=scale_upper_bound,
+    )
+    return codes, scale

@@ -1,0 +1,93 @@
+"""QuantFP8 in both forms, against the functions of fusion_passes.quant."""
+
+import types
+
+import pytest
+import torch
+
+from fusion_passes.nn import QuantFP8
+from fusion_passes.nn.quant_fp8 import native_dtype
+from fusion_passes.quant import QuantSpec, choose_scale, codes, dequantize, quantize
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DYNAMIC = [
+    QuantSpec(static=False),
+    QuantSpec(E5M2, "token", static=False),
+    QuantSpec(E4M3, "group", 16, static=False),
+]
+
+
+@pytest.mark.parametrize("form", ["plain", "opaque"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_static(form, dtype):
+    x, scale = torch.randn(7, 3, 32).bfloat16(), torch.tensor(0.0113)
+    out, same = QuantFP8(QuantSpec(dtype), form=form)(x, scale)
+    assert same is scale
+    assert torch.equal(out.view(torch.uint8), quantize(x, 0.0113, dtype).view(torch.uint8))
+
+
+@pytest.mark.parametrize("form", ["plain", "opaque"])
+@pytest.mark.parametrize("spec", DYNAMIC, ids=lambda spec: spec.granularity)
+@pytest.mark.parametrize("shape", [(7, 32), (1, 2, 32)])
+def test_dynamic(form, spec, shape):
+    x = (torch.randn(shape) * torch.logspace(-2, 2, 32)).bfloat16()
+    out, scale = QuantFP8(spec, form=form)(x)
+    assert torch.equal(scale, choose_scale(x, spec))
+    assert torch.equal(codes(out), codes(quantize(x, scale, spec.dtype)))
+    error = (dequantize(out, scale) - x.float()).abs()
+    assert (error <= 0.13 * x.float().abs() + scale.max() * 0.01).all()
+
+
+@pytest.mark.parametrize("form", ["plain", "opaque"])
+def test_upper_bound(form):
+    x = torch.tensor([[448.0, 1.0], [4480.0, -4480.0]])
+    out, scale = QuantFP8(QuantSpec(granularity="token", static=False), form=form, scale_upper_bound=2.0)(x)
+    assert scale.tolist() == [[1.0], [2.0]]
+    assert out.float().tolist() == [[448.0, 1.0], [448.0, -448.0]]
+
+
+@pytest.mark.parametrize("form", ["plain", "opaque"])
+@pytest.mark.parametrize("spec", [QuantSpec(), *DYNAMIC], ids=lambda s: f"{s.granularity}-{s.static}")
+def test_plain_is_visible_to_the_compiler(form, spec, post_grad_graphs):
+    scale = [torch.tensor(0.02)] if spec.static else []
+    (graph,) = post_grad_graphs(QuantFP8(spec, form=form), torch.randn(4, 32).bfloat16(), *scale)
+    opaque = [node for node in graph.nodes if "fusion_passes" in str(node.target)]
+    assert len(opaque) == (form == "opaque")
+
+
+@pytest.mark.parametrize("spec", DYNAMIC, ids=lambda spec: spec.granularity)
+def test_opcheck(spec):
+    kwargs = {"dtype": spec.dtype, "granularity": spec.granularity, "group_size": spec.group_size}
+    # test_schema compares by torch.allclose, which FP8 does not have (torch 2.13)
+    utils = ("test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
+    op = torch.ops.fusion_passes.quantize_fp8_dynamic.default
+    torch.library.opcheck(op, (torch.randn(5, 32).bfloat16().t().t(),), kwargs, test_utils=utils)
+    torch.library.opcheck(op, (torch.randn(32, 48).bfloat16().t(),), kwargs, test_utils=utils)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="static scales are given with the call"):
+        QuantFP8()(torch.ones(3))
+    with pytest.raises(ValueError, match="dynamic ones are chosen by it"):
+        QuantFP8(DYNAMIC[0])(torch.ones(3), torch.ones(()))
+    with pytest.raises(ValueError, match="static scales per token have no opaque op"):
+        QuantFP8(QuantSpec(granularity="token"), form="opaque")
+    with pytest.raises(ValueError, match="must be positive and is for dynamic scales"):
+        QuantFP8(scale_upper_bound=1.0)
+    with pytest.raises(ValueError, match="form must be"):
+        QuantFP8(form="fast")
+    with pytest.raises(ValueError, match="scale is on meta, x on cpu"):
+        QuantFP8()(torch.ones(3), torch.ones((), device="meta"))
+
+
+def test_native_dtype(monkeypatch):
+    assert native_dtype(E4M3) is E4M3
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = types.SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert native_dtype(E4M3) is torch.float8_e4m3fnuz
+    assert native_dtype(E5M2, "cuda") is torch.float8_e5m2fnuz
+    assert native_dtype(E4M3, "cpu") is E4M3
+    properties.gcnArchName = "gfx950"
+    assert native_dtype(E4M3) is E4M3
