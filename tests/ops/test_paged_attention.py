@@ -350,7 +350,6 @@ INT = {"dtype": torch.int32}
         ({"block_table": torch.tensor([[0, 9, 0], [0, 0, 0]], **INT)}, IndexError, r"block_table\[0, 1\] is 9"),
         ({"block_table": torch.tensor([[0, 1, 0], [-1, 0, 0]], **INT)}, IndexError, r"block_table\[1, 0\] is -1"),
     ],
-    ids=str,
 )
 def test_bad_arguments(changes, error, message):
     changed, arguments = change(**changes)
