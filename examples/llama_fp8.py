@@ -3,12 +3,12 @@
     python -m fusion_passes explain examples/llama_fp8.py      what the passes do to its graph
     python examples/llama_fp8.py                               next-byte loss in bf16 and in FP8, eagerly
 
-`explain` takes any file with a function ``build() -> (model, args, kwargs)``: it compiles ``model(*args, **kwargs)``.
+`explain` takes any file with a function `build() -> (model, args, kwargs)`: it compiles `model(*args, **kwargs)`.
 
 A compiled transformers model builds its mask as a tensor and repeats keys and values up to the query heads, even where
-the mask is plainly causal, since it cannot look at values while it is traced (seen in 5.17). ``build("sdpa_causal")``
+the mask is plainly causal, since it cannot look at values while it is traced (seen in 5.17). `build("sdpa_causal")`
 is the same model told through transformers' own AttentionInterface that there is no padding and nothing is packed: SDPA
-then gets ``is_causal=True`` and the few key and value heads.
+then gets `is_causal=True` and the few key and value heads.
 """
 
 import copy

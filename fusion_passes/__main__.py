@@ -74,10 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--config",
         metavar="KEY=VALUE",
-        nargs="+",
-        action="extend",
+        action="append",
         default=[],
-        help="settings of PassConfig, such as level=O1 or attention_quant=required",
+        help="a setting of PassConfig, such as level=O1 or attention_quant=required; once for each",
     )
     explain.add_argument(
         "--profitability",

@@ -31,11 +31,19 @@ _asking: Report | None = None
 _seen: dict[str, int] = {}
 
 
-def key(config_key: str, rules: Iterable[Rule[Any]]) -> str:
+def key(config_key: str, rules: Iterable[Rule[Any]]) -> str | None:
     """Key of all that decides what the passes make of a graph: the package's source, the config, and the user's rules
-    with the source of their modules.  The same in every process."""
+    with the source of their modules (not of modules that those import).  The same in every process.
+
+    None, so that nothing is cached, where a rule's source cannot be had: it could change unseen.
+    """
     digest = hashlib.sha256(_package_source())
-    for text in (config_key, *(text for rule in rules for text in _rule_texts(rule))):
+    try:
+        texts = [config_key, *(text for rule in rules for text in _rule_texts(rule))]
+    except (OSError, TypeError) as error:
+        log.warning("compiled code is not cached: %s", error)
+        return None
+    for text in texts:
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()
 
@@ -44,16 +52,23 @@ def _rule_texts(rule: Rule[Any]) -> Iterator[str]:
     """A rule's class and fields as text; for a class or a function, the source of the module that it comes from."""
     yield from (rule.name, _module_source(type(rule)))
     for f in dataclasses.fields(rule):
-        option = getattr(rule, f.name)
-        for item in option if isinstance(option, tuple) else (option,):
-            if inspect.isfunction(item):
-                closure = [cell.cell_contents for cell in item.__closure__ or ()]
-                yield f"{f.name}={item.__qualname__}{item.__defaults__}{closure}"
-                yield _module_source(item)
-            elif isinstance(item, torch.Tensor):
-                yield f"{f.name}={item.dtype}{list(item.shape)}"
-            else:
-                yield f"{f.name}={item!r}"
+        yield f.name
+        yield from _value_texts(getattr(rule, f.name))
+
+
+def _value_texts(item: object) -> Iterator[str]:
+    if isinstance(item, (tuple, list)):
+        for part in item:
+            yield from _value_texts(part)
+    elif inspect.isfunction(item):
+        yield f"{item.__qualname__}{item.__defaults__}"
+        yield _module_source(item)
+        for cell in item.__closure__ or ():
+            yield from _value_texts(cell.cell_contents)
+    elif isinstance(item, torch.Tensor):
+        yield f"{item.dtype}{list(item.shape)}"
+    else:
+        yield repr(item)
 
 
 @functools.cache
@@ -70,10 +85,8 @@ def _module_source(thing: Callable[..., Any]) -> str:
     module = inspect.getmodule(thing)
     try:
         return inspect.getsource(module if module is not None else thing)
-    except (OSError, TypeError):
-        name = f"{thing.__module__}.{thing.__qualname__}"
-        log.warning("no source for %s: it cannot be part of the cache key, so a change of it goes unseen", name)
-        return name
+    except (OSError, TypeError) as error:
+        raise OSError(f"no source for {thing.__module__}.{thing.__qualname__}: put it into a file") from error
 
 
 def asking(report: Report) -> None:
@@ -92,15 +105,21 @@ def keep(result: GraphReport, *, on_disk: bool) -> None:
         return
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{result.graph_id}.json").write_text(result.to_json())
+        unfinished = directory / f"{result.graph_id}.tmp"
+        unfinished.write_text(result.to_json())
+        unfinished.replace(directory / f"{result.graph_id}.json")
     except OSError as error:
         log.warning("the report of graph %s is not kept beside the compiled code: %s", result.graph_id, error)
 
 
 def collect() -> None:
     """Find the reports of graphs that were loaded from the cache since the last look."""
-    for graph_id, times in inductor.marked_graphs().items():
-        for _ in range(times - _seen.get(graph_id, 0)):
+    marked = inductor.marked_graphs()
+    for graph_id in _seen.keys() - marked.keys():
+        del _seen[graph_id]  # somebody cleared the counters
+    for graph_id, times in marked.items():
+        before = _seen.get(graph_id, 0)
+        for _ in range(times - before if times >= before else times):
             if _asking is not None:
                 _asking.add(_load(graph_id))
         _seen[graph_id] = times
@@ -110,7 +129,9 @@ def _load(graph_id: str) -> GraphReport:
     directory = inductor.reports_dir()
     try:
         if directory is not None:
-            return GraphReport.from_json((directory / f"{graph_id}.json").read_text())
+            result = GraphReport.from_json((directory / f"{graph_id}.json").read_text())
+            result.log(log)
+            return result
     except (OSError, ValueError, TypeError, KeyError) as error:
         log.debug("no report for cached graph %s: %s", graph_id, error)
     return GraphReport(graph_id, from_cache=True, known=False)

@@ -62,12 +62,20 @@ class PassConfig:
     """`measured`: fuse only where it was measured to be faster; `ignore`: wherever it is legal."""
 
     extra_fusions: tuple[Rule[Any], ...] = ()
-    """Rules of your own, tried before the built-in ones (docs/writing-a-fusion.md)."""
+    """Rules of your own, tried before the built-in ones, at every level (docs/writing-a-fusion.md)."""
 
     debug_dir: Path | None = field(default_factory=_debug_dir_from_env)
     """Where to write the graph before and after every stage, one folder per compiled graph; default: the environment
     variable FUSION_PASSES_DEBUG.  Implies that Inductor's caches are bypassed, since a cached graph is not
     rewritten."""
+
+    def __new__(cls, *args: object, **settings: object) -> Self:
+        """Before dataclass's own TypeError: a typo should say what there is."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in settings:
+            if name not in known:
+                raise ValueError(_unknown("setting of PassConfig", name, known))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         parsed = {
@@ -95,11 +103,7 @@ class PassConfig:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
         """From a plain dict, e.g. of a YAML or JSON file.  Raises ValueError on an unknown name."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in settings:
-            if name not in known:
-                raise ValueError(_unknown("setting of PassConfig", str(name), known))
-        return cls(**settings)
+        return cls(**{str(name): value for name, value in settings.items()})
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -108,14 +112,17 @@ class PassConfig:
         environ = os.environ if environ is None else environ
         fields = {f.name: f.name for f in dataclasses.fields(cls) if f.name not in ("extra_fusions", "debug_dir")}
         variables = {ENV_PREFIX + name.upper(): name for name in fields} | {DEBUG_VARIABLE: "debug_dir"}
-        settings: dict[str, Any] = {}
+        settings: dict[str, Any] = {"debug_dir": None}
         for variable, text in environ.items():
             if variable.startswith(ENV_PREFIX):
                 if variable not in variables:
                     raise ValueError(_unknown("environment variable", variable, set(variables)))
                 if text:
                     settings[variables[variable]] = text
-        return cls(**settings)
+        try:
+            return cls(**settings)
+        except ValueError as error:
+            raise ValueError(f"in the environment, as {ENV_PREFIX}<NAME>: {error}") from None
 
     def switch(self, rule: Rule[Any]) -> Switch:
         """Whether this rule is on, off or required under these settings."""
@@ -124,10 +131,12 @@ class PassConfig:
             return state
         return Switch.ON if rule.level <= self.level else Switch.OFF
 
-    def asked_for(self, rule: Rule[Any]) -> bool:
-        """Whether the user named this rule, by its switch or in `extra_fusions`: then it tells where it did not
-        apply."""
-        return rule in self.extra_fusions or getattr(self, rule.name, None) is not None
+    @property
+    def asked_for(self) -> tuple[str, ...]:
+        """Names of the fusions that the user named, by a switch that is on or in `extra_fusions`: they tell where they
+        applied nowhere."""
+        named = [name for name in SWITCHES if getattr(self, name) in (Switch.ON, Switch.REQUIRED)]
+        return (*(rule.name for rule in self.extra_fusions), *named)
 
     @property
     def required(self) -> tuple[str, ...]:

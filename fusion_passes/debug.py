@@ -28,7 +28,10 @@ class GraphDump:
         """The next free folder `graph_NNN` in `directory`; several processes may write there."""
         if directory is None:
             return cls(None)
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RuntimeError(f"debug_dir (FUSION_PASSES_DEBUG) cannot be made: {error}") from error
         number = len(list(directory.glob("graph_*")))
         while True:
             folder = directory / f"graph_{number:03}"

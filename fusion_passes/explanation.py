@@ -230,8 +230,10 @@ class Explanation:
         rows = [
             [
                 "per call",
-                f"stock {t.stock * 1e3:.3f} ms, fused {t.fused * 1e3:.3f} ms: {t.speedup:.2f} times as fast "
-                f"({t.clock}, median of {t.samples})",
+                f"stock {t.stock * 1e3:.3f} ms, fused {t.fused * 1e3:.3f} ms"
+                + (f": {t.speedup:.2f} times as fast" if any(o.fused for o in self.outcomes) else "")
+                + f" ({t.clock}, median of {t.samples})"
+                + ("" if any(o.fused for o in self.outcomes) else "; nothing was fused, so both ran the same code"),
             ],
             [
                 "passes",

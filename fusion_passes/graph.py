@@ -150,8 +150,8 @@ def storage_root(node: Node) -> Node:
 
 
 def mutated_nodes(node: Node) -> Iterator[Node]:
-    """The inputs that `node` writes to.  An op without a schema (a higher-order op) may write to any input unless it is
-    functional by name."""
+    """The inputs that `node` writes to.  A higher-order op has no schema; in these graphs those are functional,
+    but for the ones that say "mutation" in their name, which may write to any input."""
     target = node.target
     if node.op != "call_function":
         return

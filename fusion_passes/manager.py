@@ -36,8 +36,11 @@ class PostGradPassManager(inductor.CustomGraphPass):
     Goes into Inductor's `post_grad_custom_post_pass`; `inductor_options`, `compile` and `enabled` put it there.
     """
 
-    def __init__(self, config: PassConfig, report: Report | None = None) -> None:
+    def __init__(self, config: PassConfig, report: Report | None = None, *, judge: bool = True) -> None:
+        """judge: raise RequiredFusionError from the first graph that has places for a required fusion and takes none,
+        for who has no later moment to look at the whole.  torch wraps it, since it comes out of the compiler."""
         inductor.check_torch()
+        self.judge = judge
         self.config = config
         self.report = Report() if report is None else report
         self.report.on_read(compiled.collect)
@@ -53,8 +56,8 @@ class PostGradPassManager(inductor.CustomGraphPass):
         return compiled.key(self.config.key(), self.config.extra_fusions)
 
     def __call__(self, graph: Graph) -> None:
-        """Rewrite `graph`.  Raises RequiredFusionError; any other failure leaves the place as it was, with its reason
-        in the report."""
+        """Rewrite `graph`.  A failure of a rule leaves the place as it was, with its reason in the report; only a graph
+        that does not pass lint afterwards is an error, since it must not be compiled."""
         compiled.asking(self.report)
         graph_id = secrets.token_hex(8)
         dump = GraphDump.open(self.config.debug_dir)
@@ -79,9 +82,7 @@ class PostGradPassManager(inductor.CustomGraphPass):
         dump.report(result)
         self.report.add(result)
         compiled.keep(result, on_disk=self.config.debug_dir is None)
-        if sites:
-            fused = sum(site.status is MatchStatus.FUSED for site in sites)
-            log.info("graph %s: %d of %d sites fused", graph_id, fused, len(sites))
+        result.log(log)
         self._judge(sites, misses)
 
     def _fuse(self, idioms: Idioms) -> tuple[list[Site], set[Node]]:
@@ -101,7 +102,6 @@ class PostGradPassManager(inductor.CustomGraphPass):
                 what = _text(rule, m)
                 status, reason = self._apply(rule, m, idioms.graph)
                 sites.append(Site(rule.name, status, reason, where, what))
-                log.debug("%s %s at %s%s", status, rule.name, where, f": {reason}" if reason else "")
                 if status is MatchStatus.FUSED:
                     taken |= m.nodes
         return sites, taken
@@ -150,10 +150,10 @@ class PostGradPassManager(inductor.CustomGraphPass):
             if not reasons or any(site.status is MatchStatus.FUSED for site in mine):
                 continue
             told = "\n  ".join(reasons)
-            if self.config.switch(rule) is Switch.REQUIRED and mine:
+            if self.config.switch(rule) is Switch.REQUIRED and mine and self.judge:
                 raise RequiredFusionError(f"{rule.name} is required and no place in this graph took it:\n  {told}")
-            if self.config.asked_for(rule):
-                log.warning("%s is on and was applied nowhere in this graph:\n  %s", rule.name, told)
+            if self.judge and rule.name in self.config.asked_for:
+                log.warning("fusion_passes: %s was asked for and applied nowhere in this graph:\n  %s", rule.name, told)
 
 
 def _text(rule: Rule[Any], m: Match) -> str:

@@ -1,6 +1,6 @@
 """The vocabulary of FP8 quantisation, in plain torch: what a quantised tensor is, and how one is made.
 
-Everywhere in this library ``value = code * scale``: a scale multiplies on the way back and divides on the way in.
+Everywhere in this library `value = code * scale`: a scale multiplies on the way back and divides on the way in.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ Granularity = Literal["tensor", "token", "group"]
 class QuantSpec:
     """How a tensor is quantised.
 
-    granularity: one scale for the whole ``tensor``, for each ``token`` (all but the last dimension), or for each
-    ``group`` of ``group_size`` neighbours in the last dimension.
+    granularity: one scale for the whole `tensor`, for each `token` (all but the last dimension), or for each
+    `group` of `group_size` neighbours in the last dimension.
     static: the scale is known before the tensor is (calibrated); otherwise it is chosen from the tensor itself.
     """
 
@@ -65,19 +65,19 @@ def choose_scale(x: Tensor, spec: QuantSpec) -> Tensor:
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast to FP8, out-of-range values to the largest finite code of their sign, NaN to NaN.
 
-    ``Tensor.to`` alone does not: up to torch 2.11 it turns e4m3fn overflow into NaN, and e5m2 overflow is inf.
+    `Tensor.to` alone does not: up to torch 2.11 it turns e4m3fn overflow into NaN, and e5m2 overflow is inf.
     """
     limit = max_value(dtype)
     return x.clamp(-limit, limit).to(dtype)
 
 
 def quantize(x: Tensor, scale: Tensor | float, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """FP8 codes of ``x / scale``, divided in fp32 and saturated. scale: as ``choose_scale`` returns it, or a number."""
+    """FP8 codes of `x / scale`, divided in fp32 and saturated. scale: as `choose_scale` returns it, or a number."""
     return saturate(x.float() / _per_element(scale, x), dtype)
 
 
 def dequantize(x: Tensor, scale: Tensor | float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``x * scale`` of FP8 codes x, multiplied in fp32 and rounded to dtype."""
+    """`x * scale` of FP8 codes x, multiplied in fp32 and rounded to dtype."""
     return (x.float() * _per_element(scale, x)).to(dtype)
 
 

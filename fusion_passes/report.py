@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +59,16 @@ class GraphReport:
         """All of it as JSON, to be kept beside the compiled code."""
         return json.dumps(dataclasses.asdict(self))
 
+    def log(self, log: logging.Logger) -> None:
+        """A line for the graph at level INFO, one for each site at DEBUG."""
+        for site in self.sites:
+            reason = f": {site.reason}" if site.reason else ""
+            log.debug("%s %s at %s%s", site.status, site.rule, site.where, reason)
+        if self.sites:
+            fused = sum(site.status is MatchStatus.FUSED for site in self.sites)
+            cached = " (from cache)" if self.from_cache else ""
+            log.info("graph %s%s: %d of %d sites fused", self.graph_id, cached, fused, len(self.sites))
+
     @classmethod
     def from_json(cls, text: str) -> GraphReport:
         """Read back what `to_json` wrote, marked as coming from the cache."""
@@ -109,19 +120,24 @@ class Report:
             for miss in graph.misses:
                 yield f"{miss.where}: {miss.what}: {miss.reason}"
 
+    def why_not(self, rule: str) -> str:
+        """Why this rule was applied nowhere, a line for each place."""
+        if any(not graph.known for graph in self.graphs):
+            return "the compiled code came from a cache and does not say: clear Inductor's cache directory"
+        return "\n  ".join(self.declined(rule)) or "no compiled graph has a place for it"
+
     def require(self, rule: str) -> None:
         """Raise RequiredFusionError if this rule was applied nowhere."""
         if self.count(rule=rule) == 0:
-            if any(not graph.known for graph in self.graphs):
-                why = ["the compiled code came from a cache and does not say: clear Inductor's cache directory"]
-            else:
-                why = list(self.declined(rule)) or ["no compiled graph has a place for it"]
-            raise RequiredFusionError(f"{rule} is required and was applied nowhere:\n  " + "\n  ".join(why))
+            raise RequiredFusionError(f"{rule} is required and was applied nowhere:\n  {self.why_not(rule)}")
 
     def __str__(self) -> str:
         graphs = self.graphs
         if not graphs:
-            return "fusion_passes: no graph was compiled yet (compilation happens at the first call)"
+            return (
+                "fusion_passes: no graph was compiled with the passes; compilation happens at the first call, "
+                "and only Inductor runs them"
+            )
         lines = []
         for number, graph in enumerate(graphs):
             cached = ""

@@ -70,11 +70,29 @@ def check_side_effects(m: Match) -> None:
             f"{node.name} ({target_name(node)}) is also read by {user.name} ({target_name(user)}): "
             "fusing would compute it twice"
         )
-    first = min(m.nodes)
+    first = _first_reader(m)
     if (writer := written_between(first, m.output, m.inputs)) is not None:
         raise DeclinedError(
             f"{writer.name} ({target_name(writer)}) writes to an input between {first.name} and {m.output.name}"
         )
+
+
+def _first_reader(m: Match) -> Node:
+    """The earliest node that reads one of the match's inputs on the way to its output: in the match, or in what
+    prepares an input for it and the replacement reads past (the reciprocal of a scale, the expansion of KV heads)."""
+    inputs = set(m.inputs)
+    seen = set(m.nodes)
+    work = list(m.nodes)
+    readers = []
+    while work:
+        node = work.pop()
+        for source in node.all_input_nodes:
+            if source in inputs:
+                readers.append(node)
+            elif source not in seen and source.op == "call_function":
+                seen.add(source)
+                work.append(source)
+    return min(readers, default=min(m.nodes))
 
 
 def check_replacement(old: Node, new: Node) -> None:

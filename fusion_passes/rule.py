@@ -14,6 +14,7 @@ methods means "no match here", with its text in the report: a rule never aborts 
 from __future__ import annotations
 
 import enum
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -116,7 +117,10 @@ class Rule(ABC, Generic[M]):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        if not getattr(cls, "__abstractmethods__", None):
-            for attribute in ("name", "summary"):
-                if not isinstance(getattr(cls, attribute, None), str) and attribute not in cls.__annotations__:
-                    raise TypeError(f"{cls.__name__} needs a class attribute {attribute!r}: a string, for the report")
+        if any(getattr(cls, method) is getattr(Rule, method) for method in ("pattern", "replacement")):
+            return  # not a whole rule yet
+        for attribute in ("name", "summary"):
+            bases = (base for base in cls.__mro__ if base not in (Rule, object))
+            as_field = any(attribute in inspect.get_annotations(base) for base in bases)
+            if not as_field and not isinstance(getattr(cls, attribute, None), str):
+                raise TypeError(f"{cls.__name__} needs a class attribute {attribute!r}: a string, for the report")

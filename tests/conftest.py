@@ -56,7 +56,7 @@ class StopCompilingError(Exception):
 
 @pytest.fixture
 def post_grad_graphs():
-    """``post_grad_graphs(model, *args, **kwargs)``: what Inductor's post-grad custom pass gets. Makes no code."""
+    """`post_grad_graphs(model, *args, **kwargs)`: what Inductor's post-grad custom pass gets. Makes no code."""
 
     def capture(model, *args, **kwargs):
         graphs = []

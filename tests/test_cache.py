@@ -139,3 +139,46 @@ def test_a_function_s_closure_is_in_the_key():
 
     keys = {compiled.key("", (rule(factor),)) for factor in (1.0, 1.0, 2.0)}
     assert len(keys) == 2
+
+
+def test_a_rule_without_source_is_not_cached():
+    """It could change unseen: two rules typed at a prompt would share a key."""
+    namespace = {}
+    exec("def search(x):\n    return x.relu() ** 2\ndef replace(x):\n    return x.clamp(min=0) ** 2", namespace)
+    rule = TracedRule(
+        name="typed",
+        search=namespace["search"],
+        replace=namespace["replace"],
+        example_inputs=(torch.empty(4),),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled.log, "warning", lambda *_: None)
+        assert compiled.key("", (rule,)) is None
+
+
+def test_a_function_in_a_closure_is_in_the_key_by_its_source():
+    def rule(inner):
+        return TracedRule(
+            name="nested", search=unfused, replace=lambda x: inner(unfused(x)), example_inputs=(torch.empty(4),)
+        )
+
+    address = " at " + "0x"  # not in this file
+    assert address not in "".join(compiled._rule_texts(rule(unfused)))
+    first, second = (compiled.key("", (rule(unfused),)) for _ in range(2))
+    assert first == second
+    assert first is not None
+
+
+def test_cleared_counters_do_not_hide_a_cached_graph(processes):
+    processes.append(
+        "program.py",
+        """
+torch._dynamo.utils.counters.clear()
+torch._dynamo.reset()
+again = fusion_passes.Report()
+with torch.no_grad():
+    fusion_passes.compile(rule.unfused, config, report=again)(x)
+print(json.dumps({"from_cache": again.graphs[0].from_cache, "fused": again.count()}))
+""",
+    )
+    assert processes.run() == {"from_cache": True, "fused": 1}

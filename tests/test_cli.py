@@ -74,7 +74,20 @@ def test_explain_follows_an_explicit_choice_and_a_required_fusion_decides_the_st
 
 
 def test_explain_sets_switches(file, capsys):
-    assert main(["explain", file(SMALL), "--config", "level=O1", "attention_quant=off", "--profitability=ignore"]) == 0
+    assert (
+        main(
+            [
+                "explain",
+                file(SMALL),
+                "--config",
+                "level=O1",
+                "--config",
+                "attention_quant=off",
+                "--profitability=ignore",
+            ]
+        )
+        == 0
+    )
     assert "attention_quant  switched off" in capsys.readouterr().out
 
 

@@ -136,3 +136,20 @@ def test_prints_itself():
     assert "level                O1" in text
     assert "attention_quant      follows level (O1)" in text
     assert "extra_fusions        nothing" in text
+
+
+def test_a_typo_in_the_constructor_lists_what_is_known():
+    with pytest.raises(ValueError, match="did you mean 'attention_quant'"):
+        PassConfig(attention_qant="on")
+    assert PassConfig.from_env({}).debug_dir is None
+
+
+def test_a_subclass_of_a_rule_with_a_name_needs_none_of_its_own():
+    class Special(Nothing):
+        pass
+
+    class Abstract(Rule):
+        def shared(self):
+            return 1
+
+    assert (Special().name, Abstract.__name__) == ("nothing", "Abstract")

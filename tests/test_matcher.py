@@ -119,3 +119,36 @@ def test_a_replacement_that_raises_is_declined_and_leaves_the_graph():
         patch.setattr("fusion_passes.manager.log.warning", lambda *_, **__: None)
         (site,) = report_of(unfused, torch.randn(4, 8), rule=rule).sites
     assert site.reason == "the rule failed: OSError: no such file"
+
+
+def test_the_subclass_of_the_docs():
+    class OnlyLarge(TracedRule):
+        def profitability(self, m):
+            rows = m.output.meta["val"].shape[0]
+            m.require(rows >= 1024, f"{rows} rows: below 1024 the unfused kernel was as fast")
+
+    rule = OnlyLarge(name="large", search=unfused, replace=fused, example_inputs=(torch.empty(4, 8),))
+    (site,) = report_of(unfused, torch.randn(4, 8), rule=rule).sites
+    assert (site.status, site.reason) == ("unprofitable", "4 rows: below 1024 the unfused kernel was as fast")
+    torch.compiler.reset()  # else the rows become dynamic, and what is not provable for every size declines
+    assert report_of(unfused, torch.randn(1024, 8), rule=rule).count() == 1
+
+
+def test_a_write_between_the_preparation_of_an_input_and_its_use_is_declined():
+    """The replacement reads the scale itself where the graph had read it before: an in-place change lies between."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from fusion_passes.rewrite import check_side_effects
+    from fusion_passes.rule import DeclinedError, Match
+
+    def graph_of(x, scale):
+        inverse = torch.reciprocal(scale)
+        scale.mul_(8)
+        return torch.relu(x) * inverse
+
+    graph = make_fx(graph_of)(torch.randn(4), torch.tensor(2.0)).graph
+    x, scale = graph.find_nodes(op="placeholder")
+    relu, product = (n for n in graph.nodes if "relu" in n.name or n.name == "mul")
+    match = Match(output=product, nodes=frozenset({relu, product}), inputs=(x, scale))
+    with pytest.raises(DeclinedError, match=r"mul_ \(aten.mul_.Tensor\) writes to an input between reciprocal and mul"):
+        check_side_effects(match)

@@ -193,10 +193,54 @@ def test_required_in_the_context_manager():
 def test_report_before_the_first_call_says_so():
     report = Report()
     fusion_passes.compile(unfused, CONFIG, report=report)
-    assert "no graph was compiled yet" in str(report)
+    assert "no graph was compiled with the passes" in str(report)
 
 
 def test_a_torch_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.10.1")
     with pytest.raises(RuntimeError, match=r"needs torch 2.11 or newer, this is 2.10.1: pip install 'torch>=2.11'"):
         fusion_passes.compile(unfused)
+
+
+def test_required_is_judged_over_all_graphs_and_until_it_is_met():
+    def two_graphs(x):
+        y = attention(x) + 1  # attention without a quantisation: this graph has no place
+        torch._dynamo.graph_break()
+        return unfused(y)
+
+    with torch.no_grad():
+        x = torch.randn(1, 1, 4, 8)
+        fusion_passes.compile(two_graphs, PassConfig(extra_fusions=(relu_squared_rule(),)))(x)
+        compiled = fusion_passes.compile(two_graphs, PassConfig(attention_quant="required"))
+        for _ in range(2):
+            with pytest.raises(RequiredFusionError, match="the attention's output goes to aten"):
+                compiled(x)
+
+
+def test_required_through_options_is_judged_graph_by_graph():
+    """Nobody looks at the whole there; torch wraps what the compiler raises."""
+
+    def quantised(x):
+        return (attention(x) / 0.37).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+    options = fusion_passes.inductor_options(PassConfig(attention_quant="required"))
+    with torch.no_grad(), pytest.raises(Exception, match="attention_quant is required and no place in this graph took"):
+        torch.compile(quantised, options=options)(torch.randn(1, 1, 4, 8))
+
+
+def test_asked_for_and_without_a_place_is_a_warning(caplog):
+    with torch.no_grad(), caplog.at_level("WARNING", "fusion_passes"):
+        fusion_passes.compile(unfused, {"attention_quant": "on"})(X)
+    assert "attention_quant was asked for and applied nowhere:\n  no compiled graph has a place for it" in caplog.text
+
+
+def test_another_backend_is_an_error():
+    with pytest.raises(ValueError, match="the passes run in Inductor, not in backend='eager'"):
+        fusion_passes.compile(unfused, backend="eager")
+
+
+def test_a_debug_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    compiled = fusion_passes.compile(unfused, PassConfig(debug_dir=tmp_path / "file"))
+    with torch.no_grad(), pytest.raises(Exception, match=r"debug_dir \(FUSION_PASSES_DEBUG\) cannot be made"):
+        compiled(X)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusion_passes.graph import following_views, target_name, through_views, value
+from fusion_passes.graph import following_views, same_shape, target_name, through_views, value
 from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.attention import Attention
 from fusion_passes.idioms.quantize import Quantize
@@ -77,9 +77,14 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
         """The kernel must compute what the graph computes: see the sentences."""
         a, q = m.attention, m.quantize
         m.require(
-            not a.used_outputs, f"the attention's {', '.join(a.used_outputs)} is used too, and the fused op has none"
+            not a.used_outputs,
+            f"the attention's {', '.join(a.used_outputs)} is used too, and the fused op has none "
+            "(a training compile keeps it for the backward pass: use torch.no_grad())",
         )
-        m.require(q.rounding == "cast", f"{q.opaque} rounds to whole numbers before the cast; the fused op does not")
+        m.require(
+            q.rounding == "cast",
+            f"{q.opaque or 'the quantisation'} rounds to whole numbers before the cast; the fused op does not",
+        )
         limit = max_value(q.dtype)
         m.require(
             q.clamp in (None, (-limit, limit)),
@@ -87,9 +92,9 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
         )
         query = value(a.query)
         m.require(
-            q.clamp is not None or query.is_cuda,
+            q.clamp is not None or (query.is_cuda and q.dtype is torch.float8_e4m3fn),
             f"without a clamp, what a cast to {_name(q.dtype)} makes of values that are too large depends on the torch "
-            "version on the CPU; the fused op saturates: clamp before the cast",
+            f"version on {query.device.type}; the fused op saturates: clamp before the cast",
         )
         if q.scale is not None:
             scale = value(q.scale)
@@ -103,10 +108,21 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
         m.require(
             not (a.is_causal and a.attn_mask is not None), "it is causal and has a mask; the fused op takes one of both"
         )
-        mask = None if a.attn_mask is None else value(a.attn_mask)
-        why = why_unsupported(
-            query, value(a.key), value(a.value), mask, is_causal=a.is_causal, scale=a.scale, dtype=q.dtype
+        key, val = value(a.key), value(a.value)
+        m.require(
+            same_shape(key.shape, val.shape),
+            f"key and value have other shapes, {list(key.shape)} and {list(val.shape)}",
         )
+        m.require(
+            key.dtype == val.dtype == query.dtype,
+            f"query, key and value are {_name(query.dtype)}, {_name(key.dtype)} and {_name(val.dtype)}",
+        )
+        m.require(
+            key.device == val.device == query.device,
+            f"query, key and value are on {query.device}, {key.device} and {val.device}",
+        )
+        mask = None if a.attn_mask is None else value(a.attn_mask)
+        why = why_unsupported(query, key, val, mask, is_causal=a.is_causal, scale=a.scale, dtype=q.dtype)
         m.require(why is None, str(why))
 
     def profitability(self, m: AttentionQuantMatch) -> None:

@@ -17,6 +17,8 @@ from fusion_passes.idioms.reading import Unread, constant, is_cast, number, show
 CUDNN_MASKED = frozenset({-65504.0, -65536.0})
 """What a False in a bool mask becomes for cuDNN up to torch 2.11, in place of -inf; the latter where it is bf16."""
 
+OLD_CUDNN_MASKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) <= (2, 11)
+
 T = TypeVar("T")
 
 NEGATIONS = frozenset({aten.logical_not.default, aten.bitwise_not.default})
@@ -52,8 +54,7 @@ class Mask:
         if self._is_causal(mask, negated):
             self.is_causal = True
             return
-        fixed = _run(constants.evaluate, mask)
-        if fixed is not None and bool((fixed != negated).all()):
+        if not negated and _run(constants.kind, mask) == "full":
             return  # made from constants, and attends everywhere
         if negated:
             raise Unread(
@@ -64,7 +65,7 @@ class Mask:
     def _is_causal(self, mask: Node, negated: bool) -> bool:
         if not same_shape(value(mask).shape[-2:], self.lengths):
             return False
-        return _is_causal(mask, negated) or (not negated and bool(_run(constants.is_causal, mask)))
+        return _is_causal(mask, negated) or (not negated and _run(constants.kind, mask) == "causal")
 
     def _set(self, node: Node, kind: str) -> None:
         if self.node is not None and self.node is not node:
@@ -92,7 +93,7 @@ class Mask:
         return positive, negated
 
     def _masks_out(self, fill: float | None) -> bool:
-        return fill == -math.inf or (fill in CUDNN_MASKED and self.backend == "cudnn")
+        return fill == -math.inf or (fill in CUDNN_MASKED and self.backend == "cudnn" and OLD_CUDNN_MASKS)
 
 
 def _run(question: Callable[[Node], T], mask: Node) -> T | None:

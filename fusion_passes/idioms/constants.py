@@ -6,7 +6,7 @@ it is simple.  Nothing depends on an input, so the value while compiling is the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,29 +21,34 @@ MAX_BYTES = 2**31
 """Of all tensors on the way together, views not counted.  Some bool masks of 16384 x 16384 are that much, and take a
 second or two; at 4096 x 4096 it is a tenth of a second."""
 
-_causal: WeakKeyDictionary[Node, bool] = WeakKeyDictionary()
+Kind = Literal["causal", "full", "other"]
+
+_kinds: WeakKeyDictionary[Node, Kind | None] = WeakKeyDictionary()
+"""The layers of a model share a mask, so it is run once."""
 
 
-def is_causal(mask: Node) -> bool:
-    """True where `mask` [..., q_len, kv_len] is bool, made from constants, and is the lower triangle, aligned at the
-    top left, in every batch and head.  False where it depends on an input or a symbolic size, or is too large to
-    run."""
-    if mask not in _causal:
-        _causal[mask] = _is_lower_triangle(mask)
-    return _causal[mask]
+def kind(mask: Node) -> Kind | None:
+    """What a bool mask [..., q_len, kv_len] is that is made from constants: "causal", the lower triangle aligned at the
+    top left, in every batch and head; "full", True everywhere; "other".  None where it depends on an input or a
+    symbolic size, or is too large to run."""
+    if mask not in _kinds:
+        _kinds[mask] = _kind(mask)
+    return _kinds[mask]
 
 
-def _is_lower_triangle(mask: Node) -> bool:
+def _kind(mask: Node) -> Kind | None:
     if not is_tensor(mask) or value(mask).dtype is not torch.bool or value(mask).ndim < 2:
-        return False
+        return None
     result = evaluate(mask)
     if result is None:
-        return False
+        return None
     for dim in range(result.ndim - 2):
         if result.stride(dim) == 0:  # an expanded batch need not be compared again and again
-            result = result.narrow(dim, 0, 1)
+            result = result.narrow(dim, 0, min(1, result.shape[dim]))
     q_len, kv_len = result.shape[-2:]
-    return torch.equal(result, torch.ones(q_len, kv_len, dtype=torch.bool).tril().expand_as(result))
+    if torch.equal(result, torch.ones(q_len, kv_len, dtype=torch.bool).tril().expand_as(result)):
+        return "causal"
+    return "full" if bool(result.all()) else "other"
 
 
 def evaluate(node: Node) -> Tensor | None:

@@ -326,7 +326,7 @@ def _peel(arg: object) -> tuple[Node | None, float, bool]:
 
 def _peel_one(node: Node) -> tuple[Node, float, bool] | None:
     """One step up: `node == times * operand ** (-1 if flips else 1)`; None where it must not be looked through."""
-    if is_view(node) or calls(node, aten.expand.default) or is_exact_cast(node):
+    if is_view(node) or calls(node, aten.expand.default):
         source = node.all_input_nodes[0]
         return (source, 1.0, False) if is_tensor(source) else None
     if not is_tensor(node) or not value(node).dtype.is_floating_point or value(node).dtype.itemsize < 4:

@@ -12,7 +12,6 @@ from fusion_passes.graph import argument, aten, calls, is_noop, is_tensor, is_vi
 CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
 MULTIPLICATIONS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar})
-FILLS = frozenset({aten.full.default, aten.scalar_tensor.default})
 
 
 class Unread(Exception):

@@ -191,7 +191,7 @@ def launch(
     output_scale_inverse: bool,
     config: tuple[int, int, int, int] | None = None,
 ) -> None:
-    """Write the FP8 attention output into ``out``. Arguments as in ``fusion_passes.ops.attention_quant``, validated.
+    """Write the FP8 attention output into `out`. Arguments as in `fusion_passes.ops.attention_quant`, validated.
 
     CPU tensors work in Triton's interpreter. config: (BLOCK_M, BLOCK_N, num_warps, num_stages), by shape if None.
     """

@@ -359,7 +359,7 @@ def launch(
     output_scale_factor: float,
     output_scale_inverse: bool,
 ) -> None:
-    """Write the FP8 attention output into ``out``. Arguments as in ``fusion_passes.ops.attention_quant``, supported."""
+    """Write the FP8 attention output into `out`. Arguments as in `fusion_passes.ops.attention_quant`, supported."""
     if attn_mask is not None or query.shape[2] != key.shape[2] or not scale > 0.0:
         raise ValueError("the Hopper attention kernel takes no mask, equal lengths and a positive scale")
     batch, heads, length, head_dim = query.shape
@@ -419,7 +419,7 @@ def _layout(rows: int, head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayou
 
 class _Descriptor(TensorDescriptor):
     def __post_init__(self) -> None:
-        """Nothing: ``Kernel.unsupported`` has checked the same, and checks take most of the time of a launch."""
+        """Nothing: `Kernel.unsupported` has checked the same, and checks take most of the time of a launch."""
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:

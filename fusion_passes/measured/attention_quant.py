@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusion_passes.measured import Measurement, Verdict, judge, records
 from fusion_passes.ops.attention_quant import choose
-from fusion_passes.ops.support import device_capability
+from fusion_passes.ops.support import device_capability, device_name
 from fusion_passes.symbolic import hint
 
 
@@ -21,19 +21,22 @@ def verdict(
     scale: float | None,
     dtype: torch.dtype,
 ) -> Verdict:
-    """By the kernel that takes these (real or fake) tensors, the head size, and the kind of mask; not by dtype: it was
-    measured from bf16 to e4m3fn, and the others move as many bytes."""
+    """By the card, the kernel that takes these (real or fake) tensors, the head size, and the kind of mask.
+
+    Not by dtype: it was measured from bf16 to e4m3fn, and the others move as many bytes.  On a machine without a card,
+    fake CUDA tensors go by compute capability.
+    """
     kernel = choose(query, key, value, attn_mask, is_causal=is_causal, scale=scale, dtype=dtype)
     if kernel is None:
         return Verdict(None, "no kernel supports it")
     head_dim, q_len, kv_len = query.shape[3], hint(query.shape[2]), hint(key.shape[2])
     kind = "causal" if is_causal else "full" if attn_mask is None else "masked"
-    capability, card = list(device_capability(query.device) or ()), "cards like this one"
+    capability, name = list(device_capability(query.device) or ()), device_name(query.device)
+    card = name or f"a card of compute capability {'.'.join(map(str, capability))}"
     found = []
     for record in records("attention_quant"):
-        if record["capability"] != capability:
+        if record["card"] != name and (name is not None or record["capability"] != capability):
             continue
-        card = record["card"]
         for row in record["rows"]:
             shape = row["shape"]
             row_kind = "causal" if shape["causal"] else "masked" if shape["mask"] else "full"

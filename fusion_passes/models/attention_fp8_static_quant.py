@@ -38,7 +38,7 @@ class AttentionFp8StaticQuantPatternModel(nn.Module):
     """Causal attention on the output of three projections, quantised, and the output projection in FP8.
 
     num_heads, num_kv_heads: of the query, and of key and value (grouped-query attention where they differ).
-    quantize: ``"plain"`` torch, ``"opaque"`` as a custom op, or any function ``(x, scale) -> codes``.
+    quantize: `"plain"` torch, `"opaque"` as a custom op, or any function `(x, scale) -> codes`.
     out_features: of the projection; num_heads * head_dim if None.
     """
 

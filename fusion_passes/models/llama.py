@@ -1,7 +1,7 @@
 """A Llama decoder in plain torch: RMSNorm, RoPE, grouped-query attention, SwiGLU. Prefill only, without a KV cache.
 
-``Llama(PRESETS["tiny"])`` is made of nn.Linear; ``to_fp8(model, tokens)`` calibrates it and swaps them for FP8Linear.
-``model.fuse()`` then calls the fused ops by hand, which is what the passes can reach at best.
+`Llama(PRESETS["tiny"])` is made of nn.Linear; `to_fp8(model, tokens)` calibrates it and swaps them for FP8Linear.
+`model.fuse()` then calls the fused ops by hand, which is what the passes can reach at best.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ PRESETS = {
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps)`` in fp32, rounded to x's dtype, times the weight."""
+    """`x / sqrt(mean(x^2) + eps)` in fp32, rounded to x's dtype, times the weight."""
 
     def __init__(self, hidden: int, eps: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention. ``fused`` makes the output FP8 in one op; it needs ``o`` to be an FP8Linear."""
+    """Causal attention. `fused` makes the output FP8 in one op; it needs `o` to be an FP8Linear."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
     def fuse(self, on: bool = True) -> "Llama":
-        """Call the fused ops by hand, or no longer. Raises ValueError before ``to_fp8``."""
+        """Call the fused ops by hand, or no longer. Raises ValueError before `to_fp8`."""
         for attention in (module for module in self.modules() if isinstance(module, Attention)):
             if on and not isinstance(attention.o, FP8Linear):
                 raise ValueError("the output projections are not FP8 yet: call to_fp8 first")
@@ -127,7 +127,7 @@ class Llama(nn.Module):
 
 
 def rope_table(seq: int, head_dim: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of position times frequency, [seq, head_dim] each, on the device and in the dtype of ``like``."""
+    """cos and sin of position times frequency, [seq, head_dim] each, on the device and in the dtype of `like`."""
     frequency = base ** -(torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim)
     angle = torch.outer(torch.arange(seq, device=like.device, dtype=torch.float32), frequency)
     angle = torch.cat((angle, angle), -1)

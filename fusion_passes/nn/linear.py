@@ -1,7 +1,7 @@
-"""A linear layer with static per-tensor FP8 weights and activations: ``y = (q(x) @ q(W).T) * s_x * s_w + b``.
+"""A linear layer with static per-tensor FP8 weights and activations: `y = (q(x) @ q(W).T) * s_x * s_w + b`.
 
-The quantisation is spelled in plain torch and the product is ``torch._scaled_mm``, so that what comes before the layer
-(attention, a norm, an activation) can be fused with the quantisation. ``quantize_(model, calibrate(model, run))`` is
+The quantisation is spelled in plain torch and the product is `torch._scaled_mm`, so that what comes before the layer
+(attention, a norm, an activation) can be fused with the quantisation. `quantize_(model, calibrate(model, run))` is
 the whole workflow for a model made of nn.Linear.
 """
 
@@ -23,8 +23,8 @@ class FP8Linear(nn.Module):
     """nn.Linear on FP8 (e4m3fn) codes, one static scale for the weight and one for the input.
 
     All of it is buffers, so `.to(device)` moves it; `.to(dtype)` and `.half()` change the bias alone. Keys of
-    state_dict: ``weight`` fp8 [out_features, in_features], ``weight_scale`` fp32 [], ``input_scale`` fp32 [], and
-    ``bias`` [out_features] where there is one. A new layer holds zeros and scales of 1 until a checkpoint is loaded.
+    state_dict: `weight` fp8 [out_features, in_features], `weight_scale` fp32 [], `input_scale` fp32 [], and
+    `bias` [out_features] where there is one. A new layer holds zeros and scales of 1 until a checkpoint is loaded.
     The scales are 0-d: they promote no dtype and broadcast anywhere.
 
     Raises ValueError if a feature count is not a multiple of 16, which cuBLAS asks of FP8 operands.
@@ -100,12 +100,12 @@ class FP8Linear(nn.Module):
 
 @torch.no_grad()
 def calibrate(model: nn.Module, run: Callable[[], Any], *, filter: Filter | None = None) -> dict[str, Tensor]:
-    """Static input scales from data: the largest magnitude that each nn.Linear sees while ``run()`` executes.
+    """Static input scales from data: the largest magnitude that each nn.Linear sees while `run()` executes.
 
     run: calls the model, eagerly, on batches that are typical of its use.
-    filter: ``filter(name, linear)`` says whether to quantise a layer; every nn.Linear if None. Subclasses are left out,
+    filter: `filter(name, linear)` says whether to quantise a layer; every nn.Linear if None. Subclasses are left out,
     since their forward may not be nn.Linear's.
-    Returns {name: fp32 []}, for ``quantize_`` or to be saved.
+    Returns {name: fp32 []}, for `quantize_` or to be saved.
 
     Raises ValueError if a layer was never called, or saw an infinity or a NaN.
     """

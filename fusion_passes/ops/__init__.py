@@ -1,4 +1,4 @@
-"""Custom operators that the fusions put into a graph: ``torch.ops.fusion_passes.*``.
+"""Custom operators that the fusions put into a graph: `torch.ops.fusion_passes.*`.
 
 Each has a schema, an exact fake implementation, its reference as CPU implementation, and a CUDA implementation that
 imports its kernel on the first call. Importing this package registers them and needs neither Triton nor a GPU.

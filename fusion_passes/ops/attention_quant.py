@@ -1,4 +1,4 @@
-"""``attention_quant``: scaled dot-product attention whose output is FP8, and what each of its kernels supports.
+"""`attention_quant`: scaled dot-product attention whose output is FP8, and what each of its kernels supports.
 
 The kernels' limits stand here as data, apart from the kernels, because they are asked for twice: by the legality of a
 fusion, on fake tensors with symbolic sizes and without a GPU, and by the dispatcher on each call. Only what is known
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fusion_passes import reference
-from fusion_passes.ops.support import Capability, device_capability, known, triton_version
+from fusion_passes.ops.support import Capability, device_capability, triton_version
+from fusion_passes.symbolic import known
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ MASK_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and the inputs that it supports. ``None`` in a field means any."""
+    """A kernel and the inputs that it supports. `None` in a field means any."""
 
     name: str
     module: str
@@ -133,7 +134,7 @@ def choose(
     dtype: torch.dtype = torch.float8_e4m3fn,
     capability: Capability | None = None,
 ) -> Kernel | None:
-    """The first of ``KERNELS`` that supports these inputs, or None. Arguments as in ``Kernel.unsupported``.
+    """The first of `KERNELS` that supports these inputs, or None. Arguments as in `Kernel.unsupported`.
 
     On fake tensors this is the kernel of the worst case: the sizes of a call may allow a better one.
     """
@@ -432,11 +433,11 @@ def attention_quant(
     dtype: torch.dtype = torch.float8_e4m3fn,
     layout: str = "bshd",
 ) -> Tensor:
-    """Attention with FP8 output: ``saturate(attention(query, key, value) / (output_scale * output_scale_factor))``.
+    """Attention with FP8 output: `saturate(attention(query, key, value) / (output_scale * output_scale_factor))`.
 
     query: [batch, heads, q_len, head_dim]; key, value: [batch, kv_heads, kv_len, head_dim]; any strides with a
     contiguous last dimension. bf16 or fp16 on CUDA, any floating-point dtype on CPU.
-    attn_mask, is_causal, scale: as in ``fusion_passes.reference.attention``; a mask is broadcast, never materialised.
+    attn_mask, is_causal, scale: as in `fusion_passes.reference.attention`; a mask is broadcast, never materialised.
     output_scale: fp32, one element, on query's device; read on the device in each call, so that a change in place is
     followed, under CUDA graphs too. None: 1.
     output_scale_inverse: the product of scales multiplies the output, instead of dividing it.

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fusion_passes import reference
 from fusion_passes.ops import kv_cache
-from fusion_passes.ops.support import known
 from fusion_passes.quant import FP8_DTYPES
+from fusion_passes.symbolic import known
 
 
 def validate(

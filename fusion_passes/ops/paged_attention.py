@@ -9,8 +9,8 @@ from torch import SymInt, Tensor
 
 from fusion_passes import reference
 from fusion_passes.ops import kv_cache
-from fusion_passes.ops.support import known
 from fusion_passes.quant import FP8_DTYPES
+from fusion_passes.symbolic import known
 
 IMPLEMENTATIONS = ("auto", "gather")
 GATHER_BYTES = 1 << 28

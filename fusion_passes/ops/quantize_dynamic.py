@@ -1,6 +1,6 @@
-"""``quantize_fp8_dynamic``: FP8 quantisation by scales chosen from the tensor itself, as an opaque op.
+"""`quantize_fp8_dynamic`: FP8 quantisation by scales chosen from the tensor itself, as an opaque op.
 
-Like ``quantize_fp8`` it is for graphs that must not depend on what Inductor makes of a quantisation: the plain form,
+Like `quantize_fp8` it is for graphs that must not depend on what Inductor makes of a quantisation: the plain form,
 behind a call that Inductor does not look into.
 """
 
@@ -60,7 +60,7 @@ torch.library.register_fake("fusion_passes::quantize_fp8_dynamic", _fake, lib=_l
 def quantize_fp8_dynamic(
     x: Tensor, spec: quant.QuantSpec, scale_upper_bound: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """FP8 codes of x, contiguous, and the scales that ``quant.choose_scale`` gives for spec, at most the upper bound.
+    """FP8 codes of x, contiguous, and the scales that `quant.choose_scale` gives for spec, at most the upper bound.
 
     What the bound leaves outside of the codes' range saturates.
     """

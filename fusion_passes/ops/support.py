@@ -1,21 +1,11 @@
-"""What can be known about a machine and a symbolic size: the questions that the limits of a kernel are made of."""
+"""What can be known about a machine: the questions that the limits of a kernel are made of."""
 
 import functools
 import importlib.metadata
 
 import torch
-from torch import SymBool
 
 Capability = tuple[int, int]
-
-
-def known(condition: bool | SymBool) -> bool:
-    """Whether the condition holds for all values of the symbols in it. Adds no guard."""
-    if isinstance(condition, bool):
-        return condition
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy: only when it is needed
-
-    return statically_known_true(condition)
 
 
 def device_capability(device: torch.device) -> Capability | None:
@@ -23,6 +13,11 @@ def device_capability(device: torch.device) -> Capability | None:
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def device_name(device: torch.device) -> str | None:
+    """Name of a GPU, as its driver gives it; None for anything else, and where there is none to ask."""
+    return torch.cuda.get_device_name(device) if device_capability(device) is not None else None
 
 
 @functools.cache

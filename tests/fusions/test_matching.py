@@ -163,7 +163,7 @@ def test_asked_for_by_name_and_applied_nowhere_is_a_warning_with_the_reason(rule
         caplog.clear()
         with caplog.at_level(logging.WARNING, "fusion_passes"):
             rewrite(graph_of(case), config)
-        assert f"{rule.name} is on and was applied nowhere" in caplog.text
+        assert f"{rule.name} was asked for and applied nowhere" in caplog.text
         assert re.search(case.reason, caplog.text)
 
 
