@@ -258,8 +258,7 @@ def gather(
         part = slice(i, i + step)
         taken = (first[part, None] + row).clamp(0, tokens - 1)
         at = seq_lens[part, None] - counts[part, None] + row  # [sequences, queries]: the position of a query
-        real = (row < counts[part, None]) & (at < seq_lens[part, None])
-        seen = reference.visible(at, position, window) & real[..., None]
+        seen = reference.visible(at, position, window) & (row < counts[part, None])[..., None]
         key, value = (
             reference.bits(cache)[table[part]].view(cache.dtype).transpose(2, 3).flatten(1, 2)
             for cache in (key_cache, value_cache)

@@ -216,10 +216,12 @@ def test_fp8_output_saturates():
 def test_a_decode_is_the_last_row_of_a_prefill():
     prefill = Problem(((23, 23),))
     out, _ = run(prefill)
-    decode = prefill.args(prefill.query.bfloat16()[22:23])
+    decode = prefill.args(prefill.query.bfloat16()[[22, 22]])  # the second only pads the batch
     start = torch.tensor([0, 1], dtype=torch.int32)
-    last = paged_attention(*decode[:4], start, decode[5], **prefill.scales, scale=0.31, max_query_len=1)
-    torch.testing.assert_close(last[0], out[22], rtol=1e-2, atol=1e-5)
+    for function in (paged_attention, gather):
+        last = function(*decode[:4], start, decode[5], **prefill.scales, scale=0.31, max_query_len=1)
+        torch.testing.assert_close(last[0], out[22], rtol=1e-2, atol=1e-5)
+        assert (last[1] == 0).all()
 
 
 def test_pages_left_of_the_window_may_be_gone():
