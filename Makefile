@@ -37,7 +37,7 @@ endif
 PYTEST := $(PYTHON) -m pytest
 ARGS ?=
 
-.PHONY: help setup test test-slow test-gpu lint format types demo bench clean
+.PHONY: help setup test test-slow test-gpu lint format types demo bench docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
@@ -86,6 +86,10 @@ demo: $(READY) ## show what the passes do to an unmodified Hugging Face Llama
 bench: $(READY) ## run the benchmarks (needs a CUDA card) and write their figures where they are kept
 	$(PYTHON) benchmarks/attention_quant.py --suite target --record benchmarks/results
 	$(PYTHON) benchmarks/attention_quant.py --level kernel --suite spread --record fusion_passes/measured
+
+docs: $(READY) ## build the pages of docs/ into site/
+	$(PYTHON) -m pip install -q --disable-pip-version-check 'mkdocs>=1.6,<2'
+	$(PYTHON) -m mkdocs build --strict --quiet
 
 clean: ## remove the caches and build output, not .venv
 	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache

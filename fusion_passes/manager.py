@@ -48,6 +48,10 @@ class PostGradPassManager(inductor.CustomGraphPass):
             rule for rule in (*config.extra_fusions, *FUSIONS) if config.switch(rule) is not Switch.OFF
         )
 
+    def __deepcopy__(self, memo: object) -> PostGradPassManager:
+        """Itself: torch copies options (AOTInductor does), and what is reported must reach who asked."""
+        return self
+
     def uuid(self) -> str | None:
         """Inductor's cache key for this pass; None while debugging, since a graph from the cache is not dumped."""
         compiled.asking(self.report)
@@ -69,7 +73,8 @@ class PostGradPassManager(inductor.CustomGraphPass):
             idioms = recognize(graph) if self.rules else Idioms(graph, [], [])
         dump.idioms(idioms)
         with _timed(seconds, "fuse"):
-            sites, taken = self._fuse(idioms)
+            sites, taken, places = self._fuse(idioms)
+            misses = self._misses(idioms, sites, places)
         dump.graph("fused", graph)
         with _timed(seconds, "clean"):
             if taken:
@@ -77,7 +82,6 @@ class PostGradPassManager(inductor.CustomGraphPass):
                 graph.lint()
         dump.graph("after", graph)
 
-        misses = self._misses(idioms, sites)
         result = GraphReport(graph_id, tuple(sites), misses, seconds, nodes_before, len(graph.nodes))
         dump.report(result)
         self.report.add(result)
@@ -85,10 +89,12 @@ class PostGradPassManager(inductor.CustomGraphPass):
         result.log(log)
         self._judge(sites, misses)
 
-    def _fuse(self, idioms: Idioms) -> tuple[list[Site], set[Node]]:
-        """Try every rule in order.  Returns all sites, and the nodes whose place was taken."""
+    def _fuse(self, idioms: Idioms) -> tuple[list[Site], set[Node], set[Node]]:
+        """Try every rule in order.  Returns all sites, the nodes whose place was taken, and those of all matches."""
         sites: list[Site] = []
         taken: set[Node] = set()
+        places: set[Node] = set()
+        replaced: dict[Node, Node] = {}
         for rule in self.rules:
             try:
                 matches = list(rule.pattern(idioms))
@@ -98,18 +104,19 @@ class PostGradPassManager(inductor.CustomGraphPass):
             for m in matches:
                 if m.nodes & taken:
                     continue
+                places |= m.nodes
                 where = place(m.site)
                 what = _text(rule, m)
-                status, reason = self._apply(rule, m, idioms.graph)
+                status, reason = self._apply(rule, m, idioms.graph, replaced)
                 sites.append(Site(rule.name, status, reason, where, what))
                 if status is MatchStatus.FUSED:
                     taken |= m.nodes
-        return sites, taken
+        return sites, taken, places
 
-    def _apply(self, rule: Rule[Any], m: Match, graph: Graph) -> tuple[MatchStatus, str]:
+    def _apply(self, rule: Rule[Any], m: Match, graph: Graph, replaced: dict[Node, Node]) -> tuple[MatchStatus, str]:
         """Decide about one match and rewrite it.  Whatever goes wrong, the graph is as before."""
         status = MatchStatus.ILLEGAL
-        insertion = Insertion(graph, m.output)
+        insertion = Insertion(graph, m.output, replaced)
         try:
             rule.legality(m)  # first: its sentences say more
             check_side_effects(m)
@@ -123,19 +130,21 @@ class PostGradPassManager(inductor.CustomGraphPass):
             insertion.undo()
             return status, _sentence(error)
         m.output.replace_all_uses_with(new)
+        replaced[m.output] = new
         return MatchStatus.FUSED, ""
 
-    def _misses(self, idioms: Idioms, sites: list[Site]) -> tuple[Miss, ...]:
-        """For the rules that found no place in this graph: what nearly was one, by the rule and by the idioms."""
-        idle = [rule for rule in self.rules if not any(site.rule == rule.name for site in sites)]
+    def _misses(self, idioms: Idioms, sites: list[Site], places: set[Node]) -> tuple[Miss, ...]:
+        """What nearly was a place, by the rules and, where a rule found none in this graph, by the idioms."""
         misses: list[NearMiss] = []
-        for rule in idle:
+        for rule in self.rules:
             try:
-                misses += rule.explain(idioms)
+                misses += (miss for miss in rule.explain(idioms) if miss.node not in places)
             except Exception as error:
                 log.warning("%s cannot explain itself: %s", rule.name, _sentence(error))
-        if idle:
+        if any(all(site.rule != rule.name for site in sites) for rule in self.rules):
             misses += idioms.near_misses
+        else:
+            misses += (miss for miss in idioms.near_misses if miss.what in {rule.anchor for rule in self.rules})
         return tuple(Miss(miss.what, miss.reason, place(miss.node)) for miss in misses)
 
     def _judge(self, sites: list[Site], misses: tuple[Miss, ...]) -> None:

@@ -5,7 +5,7 @@ The checks here hold for every rule, so no rule can forget them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,9 +30,11 @@ PROVENANCE = ("stack_trace", "nn_module_stack", "original_aten", "from_node", "c
 class Insertion:
     """New nodes before `output`, which one of them is to replace; `undo` takes them out again."""
 
-    def __init__(self, graph: Graph, output: Node) -> None:
+    def __init__(self, graph: Graph, output: Node, replaced: Mapping[Node, Node]) -> None:
+        """replaced: what took whose place before in this graph; a match was found before that, and may name the old."""
         self.graph = graph
         self.output = output
+        self.replaced = replaced
         self._added: list[Node] = []
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
@@ -40,6 +42,7 @@ class Insertion:
 
         Raises DeclinedError where an argument is computed after `output`, or the graph carries no fake tensors.
         """
+        args, kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: self.replaced.get(n, n))
         with self.graph.inserting_before(self.output):
             node = self.graph.call_function(target, args, kwargs)
         self._added.append(node)

@@ -92,6 +92,8 @@ class Rule(ABC, Generic[M]):
     summary: ClassVar[str]
     """One line for `python -m fusion_passes list`."""
     level: ClassVar[Level] = Level.O2
+    anchor: ClassVar[str] = ""
+    """The idiom whose near misses are told even where the rule found other places: "attention"."""
 
     @abstractmethod
     def pattern(self, idioms: Idioms) -> Iterator[M]:

@@ -1,5 +1,7 @@
 """The three ways to switch the passes on, each merged with what was there before."""
 
+import copy
+
 import pytest
 import torch
 from torch._inductor import config as inductor_config
@@ -244,3 +246,10 @@ def test_a_debug_folder_that_cannot_be_made_is_named(tmp_path):
     compiled = fusion_passes.compile(unfused, PassConfig(debug_dir=tmp_path / "file"))
     with torch.no_grad(), pytest.raises(Exception, match=r"debug_dir \(FUSION_PASSES_DEBUG\) cannot be made"):
         compiled(X)
+
+
+def test_a_copy_of_the_options_reports_to_the_same_report():
+    """AOTInductor copies them."""
+    report = Report()
+    options = copy.deepcopy(fusion_passes.inductor_options(CONFIG, report=report))
+    check_fused(torch.compile(unfused, options=options), report)

@@ -23,7 +23,7 @@ from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.attention import Attention
 from fusion_passes.idioms.quantize import Quantize
 from fusion_passes.measured.attention_quant import verdict as measured_verdict
-from fusion_passes.ops.attention_quant import why_unsupported
+from fusion_passes.ops.attention_quant import OUTPUT_DTYPES, why_unsupported
 from fusion_passes.quant import max_value
 from fusion_passes.rule import Call, Match, Rule
 from fusion_passes.symbolic import known
@@ -55,6 +55,7 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
     """The output of an `Attention` reaches, through views only, a static per-tensor `Quantize`, and nothing else."""
 
     name = "attention_quant"
+    anchor = "attention"
     summary = "attention + static FP8 output quantisation: the attention kernel writes FP8"
 
     def pattern(self, idioms: Idioms) -> Iterator[AttentionQuantMatch]:
@@ -85,6 +86,10 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
             q.rounding == "cast",
             f"{q.opaque or 'the quantisation'} rounds to whole numbers before the cast; the fused op does not",
         )
+        m.require(
+            q.dtype in OUTPUT_DTYPES,
+            f"the graph quantises to {_name(q.dtype)}, the fused op to {' or '.join(map(_name, OUTPUT_DTYPES))}",
+        )
         limit = max_value(q.dtype)
         m.require(
             q.clamp in (None, (-limit, limit)),
@@ -111,7 +116,7 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
         key, val = value(a.key), value(a.value)
         m.require(
             same_shape(key.shape, val.shape),
-            f"key and value have other shapes, {list(key.shape)} and {list(val.shape)}",
+            f"key {list(key.shape)} and value {list(val.shape)} are not known to have one shape",
         )
         m.require(
             key.dtype == val.dtype == query.dtype,
@@ -122,6 +127,15 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
             f"query, key and value are on {query.device}, {key.device} and {val.device}",
         )
         mask = None if a.attn_mask is None else value(a.attn_mask)
+        if mask is not None:
+            scores = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+            fits = (
+                known(x == 1) or known(x == y) for x, y in zip(reversed(mask.shape), reversed(scores), strict=False)
+            )
+            m.require(
+                mask.ndim <= 4 and all(fits),
+                f"a mask of {list(mask.shape)} is not known to broadcast to {list(scores)}",
+            )
         why = why_unsupported(query, key, val, mask, is_causal=a.is_causal, scale=a.scale, dtype=q.dtype)
         m.require(why is None, str(why))
 

@@ -41,6 +41,8 @@ class Mask:
         if not isinstance(mask, Node) or not is_tensor(mask):
             raise Unread(self.anchor, f"the mask is {show(mask)}, not a tensor")
         mask = _unpadded_mask(mask)
+        if constant(mask) == 0.0:
+            return  # what Inductor makes of an all-True mask
         if (keep := self._filled(mask)) is not None:
             self.keep(*keep)
         elif value(mask).dtype.is_floating_point:
@@ -68,7 +70,7 @@ class Mask:
         return _is_causal(mask, negated) or (not negated and _run(constants.kind, mask) == "causal")
 
     def _set(self, node: Node, kind: str) -> None:
-        if self.node is not None and self.node is not node:
+        if self.node is not None and (self.node is not node or kind == "float"):  # bool: twice is once
             raise Unread(self.anchor, f"two masks, {self.node.name} and {node.name}")
         self.node, self.kind = node, kind
 
@@ -226,6 +228,8 @@ def _position(node: object) -> str | None:
         return None
     if not from_zero or not is_tensor(source) or value(source).ndim != 1:
         return None
+    if any(value(n).dtype not in (torch.int32, torch.int64) for n in (node, source)):
+        return None  # narrower ones wrap around, floating-point ones round
     length = value(source).shape[0]
     if same_shape(shape[-1:], [length]) and same_shape(shape[:-1], [1] * len(shape[:-1])):
         return "key"

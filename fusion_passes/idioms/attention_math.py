@@ -57,6 +57,7 @@ class _Math:
         self.scaled = False
         self.mask = Mask(product, "math")
         self.score_product = product
+        self.masked_at: list[Node] = []
 
     def up(self, node: Node) -> Node:
         """Up through views that leave the matrices as they are, and casts that only round (not to FP8)."""
@@ -175,6 +176,8 @@ class _Math:
         rank = value(node.all_input_nodes[0]).ndim
         if dims not in ([-1], [rank - 1]):
             raise Unread(node, f"looks like attention, but the softmax is over dimension {dim}, not over the keys")
+        if is_tensor(node) and value(node).ndim != rank:
+            raise Unread(node, f"looks like attention, but {op_name(node)} drops the dimension of the keys")
 
     def scores(self, node: Node) -> None:
         """From the softmax's input up to the first matrix product: masks, then the scale."""
@@ -205,6 +208,7 @@ class _Math:
         if self.scaled:
             raise Unread(node, f"looks like attention, but {node.name} adds a mask before the scale is applied")
         self._same_shape(node, scores)
+        self._masked(scores, mask)
         self.mask.add(mask)
         return scores
 
@@ -216,9 +220,19 @@ class _Math:
             raise Unread(node, f"looks like attention, but {node.name} mixes the scores with another tensor")
         if filled != -math.inf:
             raise Unread(node, f"masks the scores with {filled:g}, not with -inf")
+        if self.factor < 0:
+            raise Unread(node, f"masks scores that are scaled by {self.factor:g} afterwards")
         self._same_shape(node, scores)
+        self._masked(scores, condition)
         self.mask.keep(condition, negated)
         return scores
+
+    def _masked(self, scores: Node, mask: object) -> None:
+        """Remember the batch and head dimensions of the scores where a mask is applied that has such dimensions: they
+        must turn out to be the output's, since a reshape may lie between."""
+        mask = tensor_node(mask)
+        if mask is not None and not same_shape(value(mask).shape[:-2], [1] * max(0, value(mask).ndim - 2)):
+            self.masked_at.append(scores)
 
     def _same_shape(self, node: Node, scores: Node) -> None:
         if not same_shape(value(node).shape, value(scores).shape):
@@ -260,6 +274,9 @@ class _Math:
             raise Unread(self.product, f"looks like attention, but the value is scaled by {factor_v:g}")
         k, v = unexpand(k, v)
         self._check_shapes(q, k, v, output)
+        for scores in self.masked_at:
+            if not same_shape(value(scores).shape[:-2], value(output).shape[:2]):
+                raise Unread(scores, f"a mask is applied to scores of {shape_of(scores)}, not [batch, heads, …]")
         factor = self.factor * factor_q * factor_k
         head_dim = value(q).shape[3]
         default = isinstance(head_dim, int) and math.isclose(factor, head_dim**-0.5, rel_tol=1e-6)

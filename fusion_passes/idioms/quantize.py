@@ -304,6 +304,9 @@ def _is_scalar(arg: object) -> bool:
     return scale is None or has_one_element(scale)
 
 
+FP32_TINY, FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
 def _peel(arg: object) -> tuple[Node | None, float, bool]:
     """Read how a scale is prepared: (scale, factor, flipped) with `arg == factor * scale ** (-1 if flipped else 1)`.
 
@@ -319,8 +322,11 @@ def _peel(arg: object) -> tuple[Node | None, float, bool]:
         step = _peel_one(arg)
         if step is None:
             return arg, factor, flipped
-        arg, times, flips = step
-        factor = factor / times if flipped else factor * times
+        operand, times, flips = step
+        scaled = factor / times if flipped else factor * times
+        if not FP32_TINY <= abs(scaled) <= FP32_MAX:  # the graph multiplies in fp32: step by step it would be another
+            return arg, factor, flipped
+        arg, factor = operand, scaled
         flipped ^= flips
 
 

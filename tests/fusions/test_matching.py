@@ -17,7 +17,7 @@ from fusion_passes.fusions import FUSIONS
 from fusion_passes.testing import INPUTS, capture, capture_cuda, print_graph, run
 from tests.fusions.case import FAMILIES
 from tests.fusions.cases import CASES, declined, each, fused
-from tests.fusions.without_code import FUSE
+from tests.fusions.without_code import FUSE, STOCK, WithoutCode
 
 CUDA_BACKENDS = ("cudnn", "flash", "efficient", "math")
 
@@ -239,3 +239,93 @@ def test_a_declined_program_compiles_to_the_stock_code(rule):
             codes.append([re.sub(r"AOT ID: .*", "", code) for code in get_code(compiled, *inputs)])
     assert codes[0]
     assert codes[0] == codes[1]
+
+
+def grouped_bias(q, k, v, bias, s):
+    """The mask has a batch of its own: groups of heads, behind a reshape of the scores."""
+    batch, heads, length, _ = q.shape
+    scores = (q @ k.mT * 0.125).view(batch, 2, heads // 2, length, length) + bias
+    out = torch.softmax(scores.view(batch, heads, length, length).float(), -1).to(q.dtype) @ v
+    return (out.transpose(1, 2).flatten(2) / s).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def mask_twice(q, k, v, bias, s):
+    scores = q @ k.mT * 0.125 + bias + bias
+    out = torch.softmax(scores.float(), -1).to(q.dtype) @ v
+    return (out / s).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def narrow_positions(q, k, v, bias, s):
+    """uint8 differences wrap around: only the diagonal is <= 0."""
+    i = torch.arange(q.shape[2], dtype=torch.uint8)
+    mask = (i[None] - i[:, None]) <= 0
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return (out / s).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def no_keepdim(q, k, v, bias, s):
+    scores = (q @ k.mT * 0.125).float()
+    exponential = torch.exp(scores - scores.amax(-1, keepdim=True))
+    out = (exponential / exponential.sum(-1)).to(q.dtype) @ v
+    return (out / s).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("fn", [grouped_bias, mask_twice, narrow_positions, no_keepdim])
+@torch.no_grad()
+def test_what_looks_like_attention_and_is_another_is_as_stock_has_it(fn):
+    """Each was read wrongly once."""
+    batch, heads = (1, 1) if fn is no_keepdim else (2, 4)
+    q, k, v = torch.randn(3, batch, heads, 16, 64).bfloat16().unbind()
+    bias = torch.randn(2, 1, 16, 16) if fn is grouped_bias else torch.randn(16, 16)
+    inputs = q, k, v, bias.bfloat16(), torch.tensor(0.02)
+    ours, stock = WithoutCode(fn), WithoutCode(fn, STOCK)
+    exact = fn(*(x.float() for x in inputs[:4]), inputs[4]).float()
+    got, want = ours(*inputs).float(), stock(*inputs).float()
+    assert (got - exact).abs().mean() <= 1.5 * (want - exact).abs().mean() + 0.05
+
+
+def test_a_place_whose_input_another_fusion_made():
+    """Found before anything was rewritten, so its match still names the old node."""
+    from fusion_passes import TracedRule
+
+    rule = TracedRule(
+        name="silu_mul",
+        search=lambda x, y: torch.nn.functional.silu(x) * y,
+        replace=lambda x, y: torch.ops.fusion_passes_tests.silu_mul(x, y),
+        example_inputs=tuple(torch.empty(2, 4, 8).unbind()),
+    )
+
+    def chain(x, a, b, c):
+        for y in (a, b, c):
+            x = torch.nn.functional.silu(x) * y
+        return x
+
+    run = WithoutCode(chain, PassConfig(extra_fusions=(rule,)))
+    inputs = torch.randn(4, 4, 8).unbind()
+    torch.testing.assert_close(run(*inputs), chain(*inputs))
+    assert run.after[0].count("fusion_passes_tests.silu_mul") == 3 == run.report.count(rule="silu_mul")
+
+
+@torch.library.custom_op("fusion_passes_tests::silu_mul", mutates_args=())
+def silu_mul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(x) * y
+
+
+silu_mul.register_fake(lambda x, y: torch.empty_like(x))
+
+
+def test_a_near_miss_beside_a_place_that_fuses_is_told():
+    """A model with two kinds of layers: one of them has a soft cap."""
+
+    def two_layers(q, s):
+        first = F.scaled_dot_product_attention(q, q, q)
+        scores = torch.tanh(q @ q.mT * 0.125 / 30.0) * 30.0
+        second = torch.softmax(scores.float(), -1).to(q.dtype) @ q
+        return [(x / s).clamp(-448.0, 448.0).to(torch.float8_e4m3fn) for x in (first, second)]
+
+    with torch.no_grad():
+        run = WithoutCode(two_layers)
+        run(torch.randn(1, 2, 16, 64).bfloat16(), torch.tensor(0.02))
+    assert run.report.count() == 1
+    (miss,) = run.report.graphs[0].misses
+    assert "the scores pass through aten.mul" in miss.reason or "aten.tanh" in miss.reason
