@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 ENV_PREFIX = "FUSION_PASSES_"
 DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
+OTHER_VARIABLES = frozenset({ENV_PREFIX + "CHECK"})
+"""Of the prefix, but no settings of the passes: the KV cache's checks (docs/attention.md)."""
 
 
 class Switch(enum.StrEnum):
@@ -114,7 +116,7 @@ class PassConfig:
         variables = {ENV_PREFIX + name.upper(): name for name in fields} | {DEBUG_VARIABLE: "debug_dir"}
         settings: dict[str, Any] = {"debug_dir": None}
         for variable, text in environ.items():
-            if variable.startswith(ENV_PREFIX):
+            if variable.startswith(ENV_PREFIX) and variable not in OTHER_VARIABLES:
                 if variable not in variables:
                     raise ValueError(_unknown("environment variable", variable, set(variables)))
                 if text:

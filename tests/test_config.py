@@ -97,6 +97,7 @@ def test_environment(tmp_path):
         Profitability.IGNORE,
         tmp_path,
     )
+    assert PassConfig.from_env({"FUSION_PASSES_CHECK": "1"}) == PassConfig(debug_dir=None)
     with pytest.raises(ValueError, match="did you mean 'FUSION_PASSES_LEVEL'"):
         PassConfig.from_env({"FUSION_PASSES_LEVELS": "O0"})
 

@@ -329,3 +329,15 @@ def test_a_near_miss_beside_a_place_that_fuses_is_told():
     assert run.report.count() == 1
     (miss,) = run.report.graphs[0].misses
     assert "the scores pass through aten.mul" in miss.reason or "aten.tanh" in miss.reason
+
+
+def test_a_value_with_another_head_size_is_declined_in_a_sentence():
+    def other_value(q, v, s):
+        out = F.scaled_dot_product_attention(q, q, v)
+        return (out / s).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+    with torch.no_grad():
+        run = WithoutCode(other_value)
+        run(torch.randn(1, 2, 16, 64).bfloat16(), torch.randn(1, 2, 16, 32).bfloat16(), torch.tensor(0.02))
+    (site,) = run.report.sites
+    assert site.reason == "key [1, 2, 16, 64] and value [1, 2, 16, 32] have different shapes"
