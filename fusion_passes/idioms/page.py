@@ -17,6 +17,10 @@ dtypes and on several backends, read, and compared with the reference of what wa
 as well: the readers go by grammar, so operands may be swapped, sizes may be dynamic, and views and clones may stand
 between the steps. `python -m fusion_passes explain` says where a reading stopped, and why.
 
+To be read is not to be fused: [what a fusion declines](fusions.md), such as a rounding to whole numbers, another clamp
+than the FP8 type's, or none at all where a cast overflows differently from one torch version to another, is read too,
+and reported with its reason.
+
 Made from the tables `SPELLINGS` in `fusion_passes/idioms`; do not edit by hand.
 """
 
