@@ -14,7 +14,9 @@ from torch.fx import GraphModule
 import fusion_passes
 from fusion_passes import MatchStatus, PassConfig, PostGradPassManager, Report
 from fusion_passes.fusions import FUSIONS
+from fusion_passes.idioms import recognize
 from fusion_passes.testing import INPUTS, capture, capture_cuda, print_graph, run
+from tests.fusions.accuracy import check
 from tests.fusions.case import FAMILIES
 from tests.fusions.cases import CASES, declined, each, fused
 from tests.fusions.without_code import FUSE, STOCK, WithoutCode
@@ -219,12 +221,29 @@ def test_layers_of_which_one_has_an_unsupported_head_size(hopper):
     assert "has no head size 72, only 64, 80" in why_not(report, "attention_quant")
 
 
-def test_no_pattern_twice():
-    names = [rule.name for rule in FUSIONS]
-    assert len(set(names)) == len(names)
-    for level in ("O0", "O1", "O2"):
-        managed = [rule.name for rule in PostGradPassManager(PassConfig(level=level)).rules]
-        assert len(set(managed)) == len(managed)
+@each(lambda case: case.fuses)
+@torch.no_grad()
+def test_a_place_is_found_once_by_one_rule(rule, case):
+    """No rule finds a place twice, and none shadows another: whatever is switched off, the rest is found alike."""
+    (graph,) = capture(case.fn, *case.inputs(7, "cpu"))
+    idioms = recognize(graph)
+    found = {r.name: [m.output for m in r.pattern(idioms)] for r in FUSIONS}
+    everywhere = [node for nodes in found.values() for node in nodes]
+    assert found[rule], "the case has no place for its rule"
+    assert len(set(everywhere)) == len(everywhere)
+
+
+@torch.no_grad()
+def test_two_models_of_other_geometry_in_one_process():
+    """One after the other and again, with one set of rules: nothing of the first is taken for the second."""
+    runs = [WithoutCode(CASES[rule.name][0].fn) for rule in FUSIONS for _ in range(2)]
+    for rule in FUSIONS:
+        case = CASES[rule.name][0]
+        for run_of, tokens in zip(runs, (7, 33), strict=False):
+            for _ in range(2):
+                inputs = case.inputs(tokens, "cpu")
+                check(run_of(*inputs), case.fn(*inputs), case.reference(*inputs))
+    assert [run_of.report.count() for run_of in runs] == [1] * len(runs)
 
 
 @pytest.mark.parametrize("rule", FUSIONS, ids=lambda rule: rule.name)
