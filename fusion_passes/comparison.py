@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fusion_passes.quant import FP8_DTYPES, codes
+from fusion_passes.quant import FP8_DTYPES, codes, dtype_name
 
 APART = 2**15
 """`quant.codes` puts infinities and NaN at least that far from every number."""
@@ -86,7 +86,7 @@ def tensors(output: object) -> Iterator[tuple[str, Tensor]]:
 
 def difference(name: str, a: Tensor, b: Tensor) -> Difference:
     """`a` against `b`, which it may only differ from in its floating-point dtype."""
-    about = Difference(name, str(a.dtype).removeprefix("torch."), tuple(a.shape))
+    about = Difference(name, dtype_name(a.dtype), tuple(a.shape))
     fields: dict[str, Any] = {"output": name, "dtype": about.dtype, "shape": about.shape}
     if a.shape != b.shape:
         return Difference(**fields, problem=f"shapes differ: {list(a.shape)} and {list(b.shape)}")

@@ -18,6 +18,7 @@ import torch
 
 from fusion_passes import inductor
 from fusion_passes.config import ENV_PREFIX, PassConfig
+from fusion_passes.quant import dtype_name
 from fusion_passes.rule import Rule
 
 PACKAGES = ("triton", "transformers", "torchao")
@@ -62,7 +63,7 @@ def _limits(kernel: Any) -> str:
     card = f"compute capability {first[0]}.{first[1]}" + ("" if first == last else " or later")
     least, below = kernel.triton
     triton = f"Triton {least[0]}.{least[1]}" + (" or later" if below is None else f" to below {below[0]}.{below[1]}")
-    dtypes = "/".join(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes)
+    dtypes = "/".join(map(dtype_name, kernel.dtypes))
     parts = [f"{card}, {triton}", f"{dtypes}, head size {', '.join(map(str, kernel.head_dims))}"]
     if not kernel.masks:
         parts.append("no mask tensor")

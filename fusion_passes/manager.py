@@ -152,6 +152,8 @@ class PostGradPassManager(inductor.CustomGraphPass):
 
         A graph without a place says nothing: a model can be compiled in pieces.  `Report.require` judges the whole.
         """
+        if not self.judge:
+            return
         for rule in self.rules:
             mine = [site for site in sites if site.rule == rule.name]
             reasons = [f"{site.where}: {site.status}: {site.reason}" for site in mine]
@@ -159,9 +161,9 @@ class PostGradPassManager(inductor.CustomGraphPass):
             if not reasons or any(site.status is MatchStatus.FUSED for site in mine):
                 continue
             told = "\n  ".join(reasons)
-            if self.config.switch(rule) is Switch.REQUIRED and mine and self.judge:
+            if self.config.switch(rule) is Switch.REQUIRED and mine:
                 raise RequiredFusionError(f"{rule.name} is required and no place in this graph took it:\n  {told}")
-            if self.judge and rule.name in self.config.asked_for:
+            if rule.name in self.config.asked_for:
                 log.warning("fusion_passes: %s was asked for and applied nowhere in this graph:\n  %s", rule.name, told)
 
 

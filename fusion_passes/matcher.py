@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from fusion_passes.graph import aten, find_calls, is_tensor, target_name, value
 from fusion_passes.idioms import Idioms
+from fusion_passes.quant import dtype_name
 from fusion_passes.rule import Call, DeclinedError, Match, Rule
 
 
@@ -135,7 +136,7 @@ class TracedRule(Rule[TracedMatch]):
     def describe(self, m: TracedMatch) -> str:
         """Shapes and dtypes of the inputs."""
         tensors = {name: value(n) for name, n in m.arguments.items() if is_tensor(n)}
-        return ", ".join(f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items())
+        return ", ".join(f"{name} {dtype_name(t.dtype)} {list(t.shape)}" for name, t in tensors.items())
 
 
 def _trace(fn: Callable[..., Any], inputs: list[Tensor]) -> GraphModule:

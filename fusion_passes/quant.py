@@ -44,6 +44,11 @@ def max_value(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).max)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name without `torch.`, for a sentence: float8_e4m3fn."""
+    return str(dtype).removeprefix("torch.")
+
+
 def choose_scale(x: Tensor, spec: QuantSpec) -> Tensor:
     """The fp32 scale that maps the largest magnitude to the largest code.
 

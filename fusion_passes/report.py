@@ -55,6 +55,11 @@ class GraphReport:
     known: bool = True
     """False where the code came from the cache and what was fused then is not on disk any more."""
 
+    @property
+    def fused(self) -> int:
+        """Number of sites that were fused."""
+        return sum(site.status is MatchStatus.FUSED for site in self.sites)
+
     def to_json(self) -> str:
         """All of it as JSON, to be kept beside the compiled code."""
         return json.dumps(dataclasses.asdict(self))
@@ -65,9 +70,8 @@ class GraphReport:
             reason = f": {site.reason}" if site.reason else ""
             log.debug("%s %s at %s%s", site.status, site.rule, site.where, reason)
         if self.sites:
-            fused = sum(site.status is MatchStatus.FUSED for site in self.sites)
             cached = " (from cache)" if self.from_cache else ""
-            log.info("graph %s%s: %d of %d sites fused", self.graph_id, cached, fused, len(self.sites))
+            log.info("graph %s%s: %d of %d sites fused", self.graph_id, cached, self.fused, len(self.sites))
 
     @classmethod
     def from_json(cls, text: str) -> GraphReport:
@@ -145,7 +149,7 @@ class Report:
                 cached = " (from cache)" if graph.known else " (from cache; what was fused is not on disk any more)"
             total = sum(graph.seconds.values()) * 1e3
             lines.append(
-                f"graph {number}{cached}: {sum(s.status is MatchStatus.FUSED for s in graph.sites)} fused, "
+                f"graph {number}{cached}: {graph.fused} fused, "
                 f"{len(graph.sites)} sites, {graph.nodes_before} -> {graph.nodes_after} nodes, {total:.1f} ms"
             )
             for site in graph.sites:

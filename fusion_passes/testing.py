@@ -21,6 +21,8 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from fusion_passes.quant import codes, dtype_name
+
 INPUTS = "fusion_passes_inputs"
 """Key of the owning module's meta under which a captured graph keeps the values that it was run with."""
 
@@ -413,7 +415,7 @@ def _type(node: Node) -> str:
 
 
 def _dtype(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return name.replace("bfloat", "bf").replace("float8_", "f8").replace("float", "f").replace("int", "i")
 
 
@@ -430,8 +432,6 @@ def same_codes(a: Tensor, b: Tensor, max_steps: int = 1) -> float:
 
     Raises AssertionError where shape or dtype differ, or a code differs by more than `max_steps` representable values.
     """
-    from fusion_passes.quant import codes
-
     if a.shape != b.shape or a.dtype != b.dtype:
         raise AssertionError(f"{a.dtype} {list(a.shape)} is not {b.dtype} {list(b.shape)}")
     steps = (codes(a) - codes(b)).abs()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,21 +22,22 @@ def replay(views: Iterable[Node], node: Node, call: Call) -> Node:
     return node
 
 
-def best_layout(layouts: Mapping[str, Callable[[Tensor], Tensor]], views: Sequence[Node], source: Node) -> str:
-    """The name of the layout from which `views` reach the strides of the last of them with the fewest copies.
+def best_layout(
+    layouts: Iterable[str], empty: Callable[[Tensor, str], Tensor], views: Sequence[Node], source: Node
+) -> str:
+    """The layout of a fused op's output from which `views` reach the strides of the last of them with fewest copies.
 
-    `layouts`: how a fused op can lay out its output: functions that make an empty tensor like the one given.
-    `source`: the node that the views start from.
+    `empty(like, layout)`: such an output, without values.  `source`: the node that the views start from.
     """
     costs: dict[str, tuple[bool, int]] = {}
-    for name, layout in layouts.items():
-        costs[name] = _cost(layout, views, source)
-        if costs[name] == (False, 0):
+    for layout in layouts:
+        costs[layout] = _cost(empty, layout, views, source)
+        if costs[layout] == (False, 0):
             break
     return min(costs, key=costs.__getitem__)
 
 
-def _cost(layout: Callable[[Tensor], Tensor], views: Sequence[Node], source: Node) -> tuple[bool, int]:
+def _cost(empty: Callable[[Tensor, str], Tensor], layout: str, views: Sequence[Node], source: Node) -> tuple[bool, int]:
     """(does not reach the strides, copies on the way)."""
     x = value(source)
     mode = detect_fake_mode(x)
@@ -44,7 +45,7 @@ def _cost(layout: Callable[[Tensor], Tensor], views: Sequence[Node], source: Nod
         raise ValueError(f"{source.name} has no fake tensor")
     copies = 0
     with mode:
-        x = layout(x)
+        x = empty(x, layout)
         for view in views:
             if not _is_needed(view, x):
                 continue

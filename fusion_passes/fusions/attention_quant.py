@@ -23,17 +23,11 @@ from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.attention import Attention
 from fusion_passes.idioms.quantize import Quantize
 from fusion_passes.measured.attention_quant import verdict as measured_verdict
-from fusion_passes.ops.attention_quant import OUTPUT_DTYPES, why_unsupported
-from fusion_passes.quant import max_value
+from fusion_passes.ops.attention_quant import LAYOUTS, OUTPUT_DTYPES, empty_output, why_unsupported
+from fusion_passes.quant import dtype_name, max_value
 from fusion_passes.rule import Call, Match, Rule
 from fusion_passes.symbolic import known
 from fusion_passes.views import best_layout, replay
-
-LAYOUTS = {
-    "bshd": lambda x: x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).permute(0, 2, 1, 3),
-    "bhsd": lambda x: x.new_empty(x.shape),
-}
-"""How the op can lay out its output [batch, heads, length, head_dim]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,22 +82,23 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
         )
         m.require(
             q.dtype in OUTPUT_DTYPES,
-            f"the graph quantises to {_name(q.dtype)}, the fused op to {' or '.join(map(_name, OUTPUT_DTYPES))}",
+            f"the graph quantises to {dtype_name(q.dtype)}, "
+            f"the fused op to {' or '.join(map(dtype_name, OUTPUT_DTYPES))}",
         )
         limit = max_value(q.dtype)
         m.require(
             q.clamp in (None, (-limit, limit)),
-            f"the graph clamps to {q.clamp}, the fused op to the range of {_name(q.dtype)}, ±{limit:g}",
+            f"the graph clamps to {q.clamp}, the fused op to the range of {dtype_name(q.dtype)}, ±{limit:g}",
         )
         query = value(a.query)
         m.require(
             q.clamp is not None or (query.is_cuda and q.dtype is torch.float8_e4m3fn),
-            f"without a clamp, what a cast to {_name(q.dtype)} makes of values that are too large depends on the torch "
-            f"version on {query.device.type}; the fused op saturates: clamp before the cast",
+            f"without a clamp, what a cast to {dtype_name(q.dtype)} makes of values that are too large depends on the "
+            f"torch version on {query.device.type}; the fused op saturates: clamp before the cast",
         )
         if q.scale is not None:
             scale = value(q.scale)
-            m.require(scale.dtype is torch.float32, f"the scale is {_name(scale.dtype)}; make it float32")
+            m.require(scale.dtype is torch.float32, f"the scale is {dtype_name(scale.dtype)}; make it float32")
             m.require(known(scale.numel() == 1), f"the scale has shape {list(scale.shape)}, not one element")
             m.require(
                 scale.device == query.device,
@@ -122,7 +117,7 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
         )
         m.require(
             key.dtype == val.dtype == query.dtype,
-            f"query, key and value are {_name(query.dtype)}, {_name(key.dtype)} and {_name(val.dtype)}",
+            f"query, key and value are {dtype_name(query.dtype)}, {dtype_name(key.dtype)} and {dtype_name(val.dtype)}",
         )
         m.require(
             key.device == val.device == query.device,
@@ -166,7 +161,7 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
             output_scale_factor=q.scale_factor,
             output_scale_inverse=q.inverse,
             dtype=q.dtype,
-            layout=best_layout(LAYOUTS, m.views, a.output),
+            layout=best_layout(LAYOUTS, lambda x, layout: empty_output(x, x.dtype, layout), m.views, a.output),
         )
         return replay(m.views, codes, call)
 
@@ -188,7 +183,7 @@ class AttentionQuant(Rule[AttentionQuantMatch]):
             "causal" if m.attention.is_causal else f"{m.attention.mask_kind} mask" if m.attention.mask_kind else "full"
         )
         shape = f"{list(query.shape)} x {list(key.shape)}".replace("'", "")
-        return f"attention {_name(query.dtype)} {shape}, {mask} -> {_name(m.quantize.dtype)}"
+        return f"attention {dtype_name(query.dtype)} {shape}, {mask} -> {dtype_name(m.quantize.dtype)}"
 
 
 def _behind_attention(node: Node, idioms: Idioms) -> tuple[Attention | None, tuple[Node, ...]]:
@@ -199,7 +194,3 @@ def _behind_attention(node: Node, idioms: Idioms) -> tuple[Attention | None, tup
         if (attention := idioms.at(candidate, Attention)) is not None:
             return attention, views[i:]
     return None, ()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

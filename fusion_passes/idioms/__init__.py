@@ -83,6 +83,5 @@ def recognize(graph: Graph) -> Idioms:
                 found.append(item)
             else:
                 near_misses.append(item)
-    order = {node: position for position, node in enumerate(graph.nodes)}
-    found.sort(key=lambda idiom: order[idiom.output])
+    found.sort(key=lambda idiom: idiom.output)
     return Idioms(graph, found, near_misses)

@@ -18,7 +18,7 @@ from fusion_passes.graph import argument, aten, calls, is_tensor, same_shape, va
 from fusion_passes.idioms import Idiom, NearMiss
 from fusion_passes.idioms.attention_mask import Mask
 from fusion_passes.idioms.kv_heads import unexpand
-from fusion_passes.idioms.reading import Unread, constant, is_4d, number, op_name, schema_name, show
+from fusion_passes.idioms.reading import Unread, constant, is_4d, number, op_name, read_all, schema_name, show
 from fusion_passes.reference import attention as attention_reference
 from fusion_passes.symbolic import known
 
@@ -81,25 +81,15 @@ class Attention(Idiom):
 
 def recognize(graph: Graph) -> Iterator[Attention | NearMiss]:
     """Every attention of the graph, and what only looks like one.  Never raises."""
+    return read_all(graph, "attention", _read)
+
+
+def _read(node: Node) -> Attention | None:
     from fusion_passes.idioms import attention_math
 
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        try:
-            if schema_name(node) in BACKENDS:
-                found = _read_fused(node)
-            elif calls(node, aten.bmm.default):
-                found = attention_math.read(node)
-            else:
-                continue
-        except Unread as failure:
-            yield NearMiss(node, "attention", failure.reason)
-        except Exception as error:
-            yield NearMiss(node, "attention", f"could not be read: {error}")
-        else:
-            if found is not None:
-                yield found
+    if schema_name(node) in BACKENDS:
+        return _read_fused(node)
+    return attention_math.read(node) if calls(node, aten.bmm.default) else None
 
 
 def _read_fused(node: Node) -> Attention | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import SymInt
@@ -18,8 +17,6 @@ CUDNN_MASKED = frozenset({-65504.0, -65536.0})
 """What a False in a bool mask becomes for cuDNN up to torch 2.11, in place of -inf; the latter where it is bf16."""
 
 OLD_CUDNN_MASKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) <= (2, 11)
-
-T = TypeVar("T")
 
 NEGATIONS = frozenset({aten.logical_not.default, aten.bitwise_not.default})
 _CONJUNCTIONS = frozenset({aten.logical_and.default, aten.bitwise_and.Tensor})
@@ -56,7 +53,7 @@ class Mask:
         if self._is_causal(mask, negated):
             self.is_causal = True
             return
-        if not negated and _run(constants.kind, mask) == "full":
+        if not negated and _constant_kind(mask) == "full":
             return  # made from constants, and attends everywhere
         if negated:
             raise Unread(
@@ -67,7 +64,7 @@ class Mask:
     def _is_causal(self, mask: Node, negated: bool) -> bool:
         if not same_shape(value(mask).shape[-2:], self.lengths):
             return False
-        return _is_causal(mask, negated) or (not negated and _run(constants.kind, mask) == "causal")
+        return _is_causal(mask, negated) or (not negated and _constant_kind(mask) == "causal")
 
     def _set(self, node: Node, kind: str) -> None:
         if self.node is not None and (self.node is not node or kind == "float"):  # bool: twice is once
@@ -98,10 +95,10 @@ class Mask:
         return fill == -math.inf or (fill in CUDNN_MASKED and self.backend == "cudnn" and OLD_CUDNN_MASKS)
 
 
-def _run(question: Callable[[Node], T], mask: Node) -> T | None:
-    """The answer to a question that runs the mask's ops; None where they cannot be run: the mask is read as it is."""
+def _constant_kind(mask: Node) -> constants.Kind | None:
+    """`constants.kind`; None where the mask's ops cannot be run either: the mask is read as it is."""
     try:
-        return question(mask)
+        return constants.kind(mask)
     except Exception:
         return None
 

@@ -30,12 +30,13 @@ from fusion_passes.idioms.reading import (
     is_high_precision,
     number,
     op_name,
+    read_all,
     schema_name,
     shape_of,
     show,
     tensor_node,
 )
-from fusion_passes.quant import FP8_DTYPES
+from fusion_passes.quant import FP8_DTYPES, dtype_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,18 +90,7 @@ class Quantize(Idiom):
 
 def recognize(graph: Graph) -> Iterator[Quantize | NearMiss]:
     """Every static per-tensor FP8 quantisation of the graph, and what only looks like one.  Never raises."""
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        try:
-            found = _read(node)
-        except Unread as failure:
-            yield NearMiss(node, "quantize", failure.reason)
-        except Exception as error:
-            yield NearMiss(node, "quantize", f"could not be read: {error}")
-        else:
-            if found is not None:
-                yield found
+    return read_all(graph, "quantize", _read)
 
 
 def _read(node: Node) -> Quantize | None:
@@ -244,7 +234,7 @@ class _Chain:
         if not isinstance(seen, Tensor):
             raise Unread(node, f"the scale, {scale.name}, is not a tensor")
         if has_one_element(scale):
-            raise Unread(node, f"the scale has dtype {_short(seen.dtype)}, not a floating-point one")
+            raise Unread(node, f"the scale has dtype {dtype_name(seen.dtype)}, not a floating-point one")
         if same_shape(seen.shape, value(node).shape) and same_shape(value(x).shape, value(node).shape):
             return
         if len(seen.shape) and same_shape(seen.shape[-1:], [1]):
@@ -363,10 +353,6 @@ def _check_scale(node: Node, scale: Node, x: Node) -> None:
     root, _ = through_views(x)
     if depends_on(scale, root):
         raise Unread(node, "the scale is computed in the graph from the tensor itself: a dynamic quantisation")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _opaque(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from fusion_passes.graph import argument, aten, calls, is_noop, is_tensor, is_view, prims, same_shape, value
+from fusion_passes.idioms import Idiom, NearMiss
+
+FoundIdiom = TypeVar("FoundIdiom", bound=Idiom)
 
 CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
 MULTIPLICATIONS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
@@ -21,6 +26,22 @@ class Unread(Exception):
         super().__init__(reason)
         self.node = node
         self.reason = reason
+
+
+def read_all(graph: Graph, what: str, read: Callable[[Node], FoundIdiom | None]) -> Iterator[FoundIdiom | NearMiss]:
+    """What `read` finds at the calls of a graph, and where it stopped.  Never raises."""
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        try:
+            found = read(node)
+        except Unread as failure:
+            yield NearMiss(node, what, failure.reason)
+        except Exception as error:
+            yield NearMiss(node, what, f"could not be read: {error}")
+        else:
+            if found is not None:
+                yield found
 
 
 def number(arg: object) -> float | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fusion_passes import reference
 from fusion_passes.ops.support import Capability, device_capability, triton_version
+from fusion_passes.quant import dtype_name
 from fusion_passes.symbolic import known
 
 logger = logging.getLogger(__name__)
@@ -244,10 +245,11 @@ def _version(pair: tuple[int, int]) -> str:
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return " or ".join(map(dtype_name, dtypes))
 
 
-def _empty_output(query: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
+def empty_output(query: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
+    """An output of query's shape whose memory is as `layout` says."""
     batch, heads, q_len, head_dim = query.shape
     if layout == "bshd":
         return query.new_empty((batch, q_len, heads, head_dim), dtype=dtype).permute(0, 2, 1, 3)
@@ -269,7 +271,7 @@ def _fake(
     layout: str = "bshd",
 ) -> Tensor:
     validate(query, key, value, attn_mask, output_scale, is_causal, dtype, layout)
-    return _empty_output(query, dtype, layout)
+    return empty_output(query, dtype, layout)
 
 
 def _cpu(
@@ -299,7 +301,7 @@ def _cpu(
         output_scale_inverse=output_scale_inverse,
         dtype=dtype,
     )
-    return _empty_output(query, dtype, layout).copy_(out)
+    return empty_output(query, dtype, layout).copy_(out)
 
 
 def _cuda(
@@ -317,7 +319,7 @@ def _cuda(
     layout: str = "bshd",
 ) -> Tensor:
     module = _decide(query, key, value, attn_mask, output_scale, is_causal, scale, dtype, layout)
-    out = _empty_output(query, dtype, layout)
+    out = empty_output(query, dtype, layout)
     if out.numel() == 0:
         return out
     with torch.cuda.device(query.device):
