@@ -8,7 +8,7 @@ arguments of a `reshape` (they go symbolic when a dimension does).  Every questi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -130,10 +130,10 @@ def following_views(node: Node) -> tuple[Node, ...]:
     return tuple(path)
 
 
-def outside_users(nodes: Iterable[Node], output: Node) -> list[tuple[Node, Node]]:
-    """Pairs (node, user) where a node of the set, other than `output`, is read by a node that is not in the set."""
+def outside_users(nodes: Iterable[Node], outputs: Collection[Node]) -> list[tuple[Node, Node]]:
+    """Pairs (node, user) where a node of the set, none of `outputs`, is read by a node that is not in the set."""
     inside = set(nodes)
-    return [(n, user) for n in inside if n is not output for user in n.users if user not in inside]
+    return [(n, user) for n in inside if n not in outputs for user in n.users if user not in inside]
 
 
 def storage_root(node: Node) -> Node:

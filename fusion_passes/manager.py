@@ -23,7 +23,7 @@ from fusion_passes.fusions import FUSIONS
 from fusion_passes.graph import place
 from fusion_passes.idioms import Idioms, NearMiss, recognize
 from fusion_passes.report import GraphReport, Miss, Report, RequiredFusionError, Site
-from fusion_passes.rewrite import Insertion, check_replacement, check_side_effects, erase_dead
+from fusion_passes.rewrite import Insertion, check_side_effects, early_readers, erase_dead, move_behind, replacements
 from fusion_passes.rule import DeclinedError, Match, MatchStatus, Rule
 
 log = logging.getLogger("fusion_passes")
@@ -116,7 +116,7 @@ class PostGradPassManager(inductor.CustomGraphPass):
     def _apply(self, rule: Rule[Any], m: Match, graph: Graph, replaced: dict[Node, Node]) -> tuple[MatchStatus, str]:
         """Decide about one match and rewrite it.  Whatever goes wrong, the graph is as before."""
         status = MatchStatus.ILLEGAL
-        insertion = Insertion(graph, m.output, replaced)
+        insertion = Insertion(graph, m.outputs, replaced)
         try:
             rule.legality(m)  # first: its sentences say more
             check_side_effects(m)
@@ -124,13 +124,14 @@ class PostGradPassManager(inductor.CustomGraphPass):
                 status = MatchStatus.UNPROFITABLE
                 rule.profitability(m)
                 status = MatchStatus.ILLEGAL
-            new = rule.replacement(m, insertion.call)
-            check_replacement(m.output, new)
+            new = replacements(m, rule.replacement(m, insertion.call))
         except Exception as error:
             insertion.undo()
             return status, _sentence(error)
-        m.output.replace_all_uses_with(new)
-        replaced[m.output] = new
+        move_behind(m, early_readers(m))
+        for output, result in new.items():
+            output.replace_all_uses_with(result)
+        replaced.update(new)
         return MatchStatus.FUSED, ""
 
     def _misses(self, idioms: Idioms, sites: list[Site], places: set[Node]) -> tuple[Miss, ...]:

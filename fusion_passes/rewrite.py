@@ -28,12 +28,12 @@ PROVENANCE = ("stack_trace", "nn_module_stack", "original_aten", "from_node", "c
 
 
 class Insertion:
-    """New nodes before `output`, which one of them is to replace; `undo` takes them out again."""
+    """New nodes before the last of `outputs`, which they are to replace; `undo` takes them out again."""
 
-    def __init__(self, graph: Graph, output: Node, replaced: Mapping[Node, Node]) -> None:
+    def __init__(self, graph: Graph, outputs: Iterable[Node], replaced: Mapping[Node, Node]) -> None:
         """replaced: what took whose place before in this graph; a match was found before that, and may name the old."""
         self.graph = graph
-        self.output = output
+        self.output = max(outputs)
         self.replaced = replaced
         self._added: list[Node] = []
 
@@ -68,15 +68,26 @@ class Insertion:
 def check_side_effects(m: Match) -> None:
     """Decline where something that the fusion removes is read elsewhere, or where something that it reads later than
     the graph does is written to in between."""
-    for node, user in outside_users(m.nodes, m.output):
+    for node, user in outside_users(m.nodes, m.outputs):
         raise DeclinedError(
             f"{node.name} ({target_name(node)}) is also read by {user.name} ({target_name(user)}): "
             "fusing would compute it twice"
         )
-    first = _first_reader(m)
-    if (writer := written_between(first, m.output, m.inputs)) is not None:
+    first, last = _first_reader(m), max(m.outputs)
+    for node in early_readers(m):
+        if any(user in m.nodes for user in node.users):
+            raise DeclinedError(
+                f"{node.name} ({target_name(node)}) is made of one output and needed for another: "
+                "the fused op computes all at once"
+            )
+        if any(mutated_nodes(node)) or written_between(node, last, node.all_input_nodes) is not None:
+            raise DeclinedError(
+                f"{node.name} ({target_name(node)}) reads an output before {last.name} is computed, and what is "
+                "written in between keeps it there"
+            )
+    if (writer := written_between(first, last, m.inputs)) is not None:
         raise DeclinedError(
-            f"{writer.name} ({target_name(writer)}) writes to an input between {first.name} and {m.output.name}"
+            f"{writer.name} ({target_name(writer)}) writes to an input between {first.name} and {last.name}"
         )
 
 
@@ -98,8 +109,41 @@ def _first_reader(m: Match) -> Node:
     return min(readers, default=min(m.nodes))
 
 
-def check_replacement(old: Node, new: Node) -> None:
-    """Decline unless `new` can stand for `old`: same shape, strides, dtype and device."""
+def early_readers(m: Match) -> list[Node]:
+    """What is computed from outputs of the match before its last output is, in graph order: where the outputs come all
+    at once, at the place of the last, these nodes must come behind it."""
+    last = max(m.outputs)
+    found: set[Node] = set()
+    work = [*m.outputs]
+    while work:
+        for user in work.pop().users:
+            if user < last and user not in m.nodes and user not in found:
+                found.add(user)
+                work.append(user)
+    return sorted(found)
+
+
+def move_behind(m: Match, nodes: Iterable[Node]) -> None:
+    """Move nodes, given in graph order, behind the last output."""
+    place = max(m.outputs)
+    for node in nodes:
+        place.append(node)
+        place = node
+
+
+def replacements(m: Match, results: Node | tuple[Node, ...]) -> dict[Node, Node]:
+    """What a rule's `replacement` returned, by the output that it takes over.  Declines unless each can stand for it:
+    same shape, strides, dtype and device."""
+    news = results if isinstance(results, tuple) else (results,)
+    if len(news) != len(m.outputs):
+        raise ValueError(f"the replacement has {len(news)} results for {len(m.outputs)} outputs")
+    pairs = dict(zip(m.outputs, news, strict=True))
+    for old, new in pairs.items():
+        _check_replacement(old, new)
+    return pairs
+
+
+def _check_replacement(old: Node, new: Node) -> None:
     before, after = value(old), value(new)
     if before.dtype != after.dtype or before.device != after.device:
         raise DeclinedError(

@@ -17,7 +17,7 @@ import enum
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 import torch
@@ -57,15 +57,22 @@ class Match:
     """One place where the structure of a rule's pattern was found.
 
     `output`: the node whose value the replacement takes over, with its shape, strides and dtype.
-    `nodes`: what the replacement makes dead, `output` among them.  The manager refuses the match where another node
+    `nodes`: what the replacement makes dead, the outputs among them.  The manager refuses the match where another node
     reads one of them (it would be computed twice).
     `inputs`: the tensors that the replacement reads.  The manager refuses the match where one of them is written to
-    between the first of `nodes` and `output`.
+    between the first of `nodes` and the last output.
+    `side_outputs`: further nodes that are taken over, like `output`, by a replacement with several results.
     """
 
     output: Node
     nodes: frozenset[Node]
     inputs: tuple[Node, ...]
+    side_outputs: tuple[Node, ...] = field(default=(), kw_only=True)
+
+    @property
+    def outputs(self) -> tuple[Node, ...]:
+        """All that is taken over, in the order of the replacement's results."""
+        return (self.output, *self.side_outputs)
 
     @property
     def site(self) -> Node:
@@ -100,8 +107,9 @@ class Rule(ABC, Generic[M]):
         """Every place where the structure is there."""
 
     @abstractmethod
-    def replacement(self, m: M, call: Call) -> Node:
-        """Build the new nodes and return the one that replaces `m.output`: same shape, strides, dtype and device."""
+    def replacement(self, m: M, call: Call) -> Node | tuple[Node, ...]:
+        """Build the new nodes and return what replaces `m.output`, or a tuple for `m.outputs`: same shape, strides,
+        dtype and device each."""
 
     def legality(self, m: M) -> None:
         """Decline, with `m.require`, where the replacement would not compute the same."""
