@@ -195,6 +195,15 @@ def test_torch_too_old(file, capsys, monkeypatch):
     assert "do: pip install 'torch>=2.11'" in capsys.readouterr().out
 
 
+def test_a_reader_that_stops_reading_is_no_failure():
+    code = (
+        "import os, subprocess, sys; reader, writer = os.pipe(); os.close(reader); "
+        "sys.exit(subprocess.run([sys.executable, '-m', 'fusion_passes', 'list'], stdout=writer).returncode)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_list(capsys, monkeypatch):
     kernels = [
         ("the first kernel", "compute capability 9.0, Triton 3.6 to below 3.7; no mask tensor", ""),
