@@ -1,9 +1,11 @@
-"""A Llama decoder in plain torch: RMSNorm, RoPE, grouped-query attention, SwiGLU. Prefill only, without a KV cache.
+"""A Llama decoder in plain torch: RMSNorm, RoPE, grouped-query attention, SwiGLU. Prefill only, without a KV cache
+(`paged_llama` has one).
 
 `Llama(PRESETS["tiny"])` is made of nn.Linear; `to_fp8(model, tokens)` calibrates it and swaps them for FP8Linear.
 `model.fuse()` then calls the fused ops by hand, which is what the passes can reach at best.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,17 @@ from torch import Tensor, nn
 
 from fusion_passes.nn import FP8Linear, calibrate, quantize_
 from fusion_passes.ops import attention_quant
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of RoPE: wavelengths longer than `original_context / low` become `factor` times as long,
+    those shorter than `original_context / high` stay, and those between go from one to the other."""
+
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    original_context: int = 8192
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,9 @@ class Config:
     vocab: int = 256
     rope_base: float = 500_000.0
     eps: float = 1e-5
+    rope_scaling: RopeScaling | None = None
+    tied: bool = False  # the head's weight is the embedding's
+    context: int = 8192  # positions that a model with a KV cache has room for in its RoPE table
 
 
 PRESETS = {
@@ -109,10 +125,12 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        cos, sin = rope_table(tokens.shape[1], self.config.head_dim, self.config.rope_base, x)
+        cos, sin = rope_table(tokens.shape[1], self.config, x)
         for block in self.blocks:
             x = block(x, cos, sin)
         return self.head(self.norm(x))
@@ -126,16 +144,21 @@ class Llama(nn.Module):
         return self
 
 
-def rope_table(seq: int, head_dim: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
+def rope_table(seq: int, config: Config, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of position times frequency, [seq, head_dim] each, on the device and in the dtype of `like`."""
-    frequency = base ** -(torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim)
+    exponent = torch.arange(0, config.head_dim, 2, device=like.device, dtype=torch.float32) / config.head_dim
+    frequency = config.rope_base**-exponent
+    if (scaling := config.rope_scaling) is not None:
+        turns = scaling.original_context * frequency / (2 * math.pi)  # in the context that was trained on first
+        kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
+        frequency = frequency * (kept + (1.0 - kept) / scaling.factor)
     angle = torch.outer(torch.arange(seq, device=like.device, dtype=torch.float32), frequency)
     angle = torch.cat((angle, angle), -1)
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on split halves (NeoX order). x: [batch, heads, seq, head_dim]; cos, sin: [seq, head_dim]."""
+    """RoPE on split halves (NeoX order). x: [..., head_dim]; cos, sin: [..., head_dim], broadcast against x."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
