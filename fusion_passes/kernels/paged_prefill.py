@@ -1,0 +1,344 @@
+"""Paged attention for sequences with many new tokens, in plain Triton: prefill, chunked prefill, mixed batches.
+
+One program computes BLOCK_M query rows of one key head with an online softmax; a row is one query head of the group of
+one token, so that short sequences fill a tile as well. A batch has at most tokens * group / BLOCK_M + seqs such blocks,
+which is known without its lengths; each program finds its own sequence on the device.
+
+An FP8 query meets FP8 keys in the FP8 matrix unit. Its partner in the product with V is fp16, to which FP8 converts
+exactly: Hopper's FP8 unit takes no V with head_dim innermost, and keeps few bits of a long sum.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, scale_or_one, store_rows, to_fp8
+from fusion_passes.quant import FP8_DTYPES, max_value
+
+SEARCHED = tl.constexpr(128)  # sequences looked at in one step of the search for a block's own
+
+
+@triton.jit
+def _sequence_of(block, query_start_ptr, seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sequence that a block belongs to, and the first block of that sequence.
+
+    Sequence s starts with block query_start[s] * GROUP // BLOCK_M + s: no two share one, and none has too few.
+    """
+    seq = -1
+    for i in range(0, seqs, SEARCHED):
+        s = i + tl.arange(0, SEARCHED)
+        start = tl.load(query_start_ptr + s, mask=s < seqs, other=0)
+        begun = (s < seqs) & (start * GROUP // BLOCK_M + s <= block)
+        seq += tl.sum(begun.to(tl.int32), 0)
+    seq = tl.maximum(seq, 0)
+    return seq, tl.load(query_start_ptr + seq) * GROUP // BLOCK_M + seq
+
+
+@triton.jit
+def _key_blocks(
+    acc,
+    row_sum,
+    row_max,
+    q,
+    position,
+    factor,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    start,
+    end,
+    first_key,
+    last_key,
+    columns,
+    pages,
+    k_page,
+    k_key,
+    v_page,
+    v_key,
+    window,
+    softcap,
+    p_factor,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROUND_P: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Online softmax over the key blocks in [start, end). EDGE: some row sees a part of them only.
+
+    factor: of a logit, [BLOCK_M, 1] or a number, positive; with log2(e), or 1 / softcap, in it.
+    """
+    dims = tl.arange(0, HEAD_DIM)
+    cols = tl.arange(0, BLOCK_N)
+    ONE_PAGE: tl.constexpr = PAGE % BLOCK_N == 0
+    VALUE: tl.constexpr = v_ptr.dtype.element_ty
+    P: tl.constexpr = tl.float16 if VALUE.is_fp8() else VALUE
+    # 64-bit offsets: a cache can hold more than 2**31 elements, and so can one page.
+    long_cols = cols.to(tl.int64)
+    k_cols = (long_cols * k_key)[:, None] + dims[None, :]
+    v_cols = (long_cols * v_key)[:, None] + dims[None, :]
+    # The next block's page is looked up one block ahead, so that its latency is hidden.
+    if ONE_PAGE:
+        page = page_of(table_ptr, start, columns, pages, PAGE)
+    else:
+        page = page_of(table_ptr, start + cols, columns, pages, PAGE)
+    for n in tl.range(start, end, BLOCK_N):
+        if ONE_PAGE:
+            slot = tl.cast(n % PAGE, tl.int64)
+            k_tile = k_ptr + (page * k_page + slot * k_key) + k_cols
+            v_tile = v_ptr + (page * v_page + slot * v_key) + v_cols
+            page = page_of(table_ptr, n + BLOCK_N, columns, pages, PAGE)
+        else:
+            slot = ((n + cols) % PAGE).to(tl.int64)
+            k_tile = k_ptr + (page * k_page + slot * k_key)[:, None] + dims[None, :]
+            v_tile = v_ptr + (page * v_page + slot * v_key)[:, None] + dims[None, :]
+            page = page_of(table_ptr, n + BLOCK_N + cols, columns, pages, PAGE)
+        k = tl.load(k_tile)
+        logits = tl.dot(q, tl.trans(k.to(q.dtype)))  # [BLOCK_M, BLOCK_N]
+        key = n + cols
+        if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+            e = tl.exp2(logits * factor * (2.0 * LOG2_E))
+            logits = (1.0 - 2.0 / (e + 1.0)) * (softcap * LOG2_E)
+        if EDGE:
+            seen = key[None, :] <= position[:, None]
+            if WINDOW:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            logits = tl.where(seen, logits, float("-inf"))
+        if SOFTCAP:
+            new_max = tl.maximum(row_max, tl.max(logits, 1))
+            p = tl.exp2(logits - new_max[:, None])
+        else:  # one multiply-add
+            new_max = tl.maximum(row_max, tl.max(logits * factor, 1))
+            p = tl.exp2(logits * factor - new_max[:, None])
+        alpha = tl.exp2(row_max - new_max)
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+        row_max = new_max
+        acc = acc * alpha[:, None]
+        if EDGE:  # zeros where no row sees a key, which may hold NaN: 0 * NaN would be NaN
+            v = tl.load(v_tile, mask=((key >= first_key) & (key < last_key))[:, None], other=0.0)
+        else:
+            v = tl.load(v_tile)
+        if ROUND_P:
+            p = to_fp8(p * p_factor, VALUE)
+        acc = tl.dot(p.to(P), v.to(P), acc)
+    return acc, row_sum, row_max
+
+
+@triton.jit(do_not_specialize=["table_seq", "tokens", "kv_heads", "seqs", "columns", "pages", "longer_than", "window"])
+def _paged_prefill(
+    out_ptr,
+    out_scales_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    prob_scale_ptr,
+    output_scale_ptr,
+    sinks_ptr,
+    q_token, q_head,
+    k_page, k_head, k_key,
+    v_page, v_head, v_key,
+    table_seq,
+    tokens,
+    kv_heads,
+    seqs,
+    columns,
+    pages,
+    longer_than,
+    window,
+    scale,
+    softcap,
+    SIGN: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    FP8_DOT: tl.constexpr,
+):  # fmt: skip
+    # The blocks of a sequence's last tokens have the most keys and go first.
+    kv_head = tl.program_id(0) % kv_heads
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // kv_heads
+    seq, first_block = _sequence_of(block, query_start_ptr, seqs, GROUP, BLOCK_M)
+    first_token = tl.load(query_start_ptr + seq)
+    queries = tl.load(query_start_ptr + seq + 1) - first_token
+    length = tl.load(seq_lens_ptr + seq)
+    first_row = (block - first_block) * BLOCK_M
+    if (queries <= longer_than) | (first_row >= queries * GROUP):
+        return
+    rows = first_row + tl.arange(0, BLOCK_M)
+    token = rows // GROUP
+    own = (token < queries) & (first_token + token < tokens)
+    position = length - queries + token
+    head = kv_head * GROUP + rows % GROUP
+    long_token = (first_token + token).to(tl.int64)
+    dims = tl.arange(0, HEAD_DIM)
+
+    KEY: tl.constexpr = k_ptr.dtype.element_ty
+    q = tl.load(q_ptr + (long_token * q_token + head * q_head)[:, None] + dims[None, :], mask=own[:, None], other=0.0)
+    factor = scale * scale_or_one(q_scale_ptr) * scale_or_one(k_scale_ptr)
+    if KEY.is_fp8():
+        if q_scale_ptr is not None and not q.dtype.is_fp8():
+            q = to_fp8(q.to(tl.float32) / tl.load(q_scale_ptr), KEY)
+        if q.dtype == tl.bfloat16:
+            # To fp16 without a loss: each row divided by a power of two, so that its largest number is near 1.
+            largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+            power = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 1e-30))))
+            q = (q.to(tl.float32) / power[:, None]).to(tl.float16)
+            factor = (factor * power)[:, None]
+        elif not (FP8_DOT and q.dtype == KEY):
+            q = q.to(tl.float16)
+    else:
+        q = q.to(KEY)
+    if SIGN != 1:
+        q = (q.to(tl.float32) * SIGN).to(q.dtype)
+    if SOFTCAP:
+        factor = factor / softcap
+    else:
+        factor = factor * LOG2_E
+    p_factor = 1.0 / scale_or_one(prob_scale_ptr)
+
+    k_ptr += kv_head.to(tl.int64) * k_head
+    v_ptr += kv_head.to(tl.int64) * v_head
+    table_ptr += seq.to(tl.int64) * table_seq
+    # Keys [first_key, last_key) are seen by some row, [first_full, last_full) by all.
+    context = tl.maximum(length - queries, 0)
+    first_seen = context + first_row // GROUP
+    last_seen = context + tl.minimum((first_row + BLOCK_M - 1) // GROUP, queries - 1)
+    last_key = tl.minimum(tl.minimum(last_seen + 1, length), columns * PAGE)
+    last_full = tl.minimum(first_seen + 1, last_key) // BLOCK_N * BLOCK_N
+    first_key = 0
+    first_full = 0
+    if WINDOW:
+        first_key = tl.maximum(first_seen - window + 1, 0)
+        first_full = tl.cdiv(tl.maximum(last_seen - window + 1, 0), BLOCK_N) * BLOCK_N
+        first_full = tl.minimum(first_full, tl.cdiv(tl.maximum(last_key, 0), BLOCK_N) * BLOCK_N)
+        last_full = tl.maximum(last_full, first_full)
+
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        row_max = tl.maximum(sink, LOWEST)
+        row_sum = tl.exp2(sink - row_max)
+    else:
+        row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+    ROUND_P: tl.constexpr = prob_scale_ptr is not None
+    if WINDOW:
+        acc, row_sum, row_max = _key_blocks(
+            acc, row_sum, row_max, q, position, factor, k_ptr, v_ptr, table_ptr,
+            first_key // BLOCK_N * BLOCK_N, first_full, first_key, last_key, columns, pages, k_page, k_key, v_page,
+            v_key, window, softcap, p_factor, HEAD_DIM, PAGE, BLOCK_N, WINDOW, SOFTCAP, ROUND_P, True,
+        )  # fmt: skip
+    acc, row_sum, row_max = _key_blocks(
+        acc, row_sum, row_max, q, position, factor, k_ptr, v_ptr, table_ptr,
+        first_full, last_full, first_key, last_key, columns, pages, k_page, k_key, v_page,
+        v_key, window, softcap, p_factor, HEAD_DIM, PAGE, BLOCK_N, WINDOW, SOFTCAP, ROUND_P, False,
+    )  # fmt: skip
+    acc, row_sum, row_max = _key_blocks(
+        acc, row_sum, row_max, q, position, factor, k_ptr, v_ptr, table_ptr,
+        last_full, last_key, first_key, last_key, columns, pages, k_page, k_key, v_page,
+        v_key, window, softcap, p_factor, HEAD_DIM, PAGE, BLOCK_N, WINDOW, SOFTCAP, ROUND_P, True,
+    )  # fmt: skip
+
+    out_factor = scale_or_one(v_scale_ptr) * scale_or_one(prob_scale_ptr)
+    acc = acc * (out_factor / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
+    row = long_token * (kv_heads * GROUP) + head
+    store_rows(out_ptr, out_scales_ptr, output_scale_ptr, acc, row, own, HEAD_DIM, GROUP_SIZE)
+
+
+def launch(
+    out: Tensor,
+    out_scales: Tensor | None,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    prob_scale: Tensor | None,
+    output_scale: Tensor | None,
+    sinks: Tensor | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float,
+    longer_than: int = 0,
+    config: tuple[int, int, int, int] | None = None,
+) -> None:
+    """Write the attention of all sequences with more than longer_than new tokens into out, and nothing else.
+
+    Arguments as in `fusion_passes.ops.paged_attention`, validated; query and cache bf16, fp16 or FP8 (e4m3fn, e5m2),
+    head_dim a power of two from 16 to 256; at least one page in the cache and in the table. The tokens of shorter sequences and those of none are left as they are.
+    out: contiguous [tokens, heads, head_dim], bf16, fp16 or FP8. out_scales: contiguous fp32 [tokens, heads * head_dim
+    / group_size], written if given; the group divides head_dim, output_scale is None then, and out is FP8.
+    config: (BLOCK_M, BLOCK_N, num_warps, num_stages), by shape if None. CPU tensors work in Triton's interpreter.
+    """
+    tokens, heads, head_dim = query.shape
+    pages, kv_heads, page_size, _ = key_cache.shape
+    seqs, columns = block_table.shape
+    if tokens == 0 or seqs == 0:
+        return
+    group = heads // kv_heads
+    block_m, block_n, num_warps, num_stages = config or _config(query, key_cache, q_scale, seqs)
+    blocks = tokens * group // block_m + seqs
+    _paged_prefill[(kv_heads * blocks,)](
+        out,
+        out_scales,
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start,
+        seq_lens,
+        q_scale,
+        k_scale,
+        v_scale,
+        prob_scale,
+        output_scale,
+        sinks,
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_table.stride(0),
+        tokens,
+        kv_heads,
+        seqs,
+        columns,
+        pages,
+        longer_than,
+        window or 0,
+        # A maximum times the factor is the maximum of the products only for a positive factor; the sign is the query's.
+        abs(scale) or 1.0,
+        softcap,
+        SIGN=(scale > 0) - (scale < 0),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PAGE=page_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        WINDOW=window is not None,
+        SOFTCAP=softcap > 0.0,
+        GROUP_SIZE=0 if out_scales is None else heads * head_dim // out_scales.shape[1],
+        FP8_DOT=True,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+def _config(query: Tensor, key_cache: Tensor, q_scale: Tensor | None, seqs: int) -> tuple[int, int, int, int]:
+    return 128, 64, 8, 2
