@@ -6,8 +6,17 @@ imports its kernel on the first call. Importing this package registers them and 
 
 from fusion_passes.ops.attention_quant import attention_quant
 from fusion_passes.ops.kv_cache_write import kv_cache_write
-from fusion_passes.ops.paged_attention import paged_attention
+from fusion_passes.ops.paged_attention import paged_attention, paged_attention_group_quant
 from fusion_passes.ops.quantize import quantize_fp8
 from fusion_passes.ops.quantize_dynamic import quantize_fp8_dynamic
+from fusion_passes.ops.rope_quant_kv_write import rope_quant_kv_write
 
-__all__ = ["attention_quant", "kv_cache_write", "paged_attention", "quantize_fp8", "quantize_fp8_dynamic"]
+__all__ = [
+    "attention_quant",
+    "kv_cache_write",
+    "paged_attention",
+    "paged_attention_group_quant",
+    "quantize_fp8",
+    "quantize_fp8_dynamic",
+    "rope_quant_kv_write",
+]

@@ -1,87 +1,152 @@
 """``paged_attention``: causal attention of new tokens over a paged KV cache; prefill, decode and mixtures in one batch.
 
-Lengths, pages and scales stay on the device, so that a captured CUDA graph serves other batches. On the CPU this is
-the reference. On a GPU, for now, the pages of each sequence are gathered in plain torch: right, capturable, not fast.
+``paged_attention_group_quant`` is the same with FP8 output and a scale for each group of a head's columns. Lengths,
+pages and scales stay on the device, so that a captured CUDA graph serves other batches. On the CPU both are their
+reference.
 """
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import SymInt, Tensor
 
 from fusion_passes import reference
 from fusion_passes.ops import kv_cache
-from fusion_passes.quant import FP8_DTYPES
+from fusion_passes.quant import FP8_DTYPES, QuantSpec, choose_scale, quantize
 from fusion_passes.symbolic import known
 
 IMPLEMENTATIONS = ("auto", "gather")
 GATHER_BYTES = 1 << 28
 """What ``gather`` aims to use for the keys, values and scores of the sequences that it takes at a time."""
 
+Result = Tensor | tuple[Tensor, Tensor]
+"""The output of ``paged_attention``, or codes and scales of ``paged_attention_group_quant``."""
 
-def validate(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    prob_scale: Tensor | None,
-    output_scale: Tensor | None,
-    sinks: Tensor | None,
-    window: int | None,
-    softcap: float,
-    dtype: torch.dtype | None,
-    implementation: str,
-) -> None:
-    """Raise ValueError, or TypeError for a dtype, if the operator cannot mean anything with these arguments."""
-    kv_cache.validate_cache(key_cache, value_cache)
-    scales = {
-        "q_scale": q_scale,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "prob_scale": prob_scale,
-        "output_scale": output_scale,
-    }
-    kv_cache.validate_scales(**scales)
-    _validate_batch(query, key_cache, block_table, query_start, seq_lens)
-    kv_cache.validate_devices(
-        query.device,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        block_table=block_table,
-        query_start=query_start,
-        seq_lens=seq_lens,
-        sinks=sinks,
-        **scales,
-    )
-    fp8_query, fp8_cache = query.dtype in FP8_DTYPES, key_cache.dtype in FP8_DTYPES
-    if not fp8_query and query.dtype not in kv_cache.HIGH_PRECISION_DTYPES:
-        raise TypeError(f"query must be FP8, bfloat16, float16 or float32, got {query.dtype}")
-    if not fp8_cache and not fp8_query and query.dtype != key_cache.dtype:
-        raise TypeError(f"query is {query.dtype}, the cache {key_cache.dtype}: one dtype, or an FP8 cache")
-    if not fp8_cache and any(x is not None for x in (k_scale, v_scale, prob_scale)):
-        raise ValueError(f"k_scale, v_scale and prob_scale belong to an FP8 cache, this one is {key_cache.dtype}")
-    if q_scale is not None and not fp8_query and not fp8_cache:
-        raise ValueError("q_scale with a query that is not FP8 asks to quantise it like the cache, which is not FP8")
-    out_dtype = dtype or query.dtype
-    if dtype is None and fp8_query:
-        raise TypeError("dtype says what to return; it can only be left out if query is not FP8")
-    if out_dtype not in (*kv_cache.HIGH_PRECISION_DTYPES, *FP8_DTYPES):
-        raise TypeError(f"dtype must be FP8, bfloat16, float16 or float32, got {out_dtype}")
-    if output_scale is not None and out_dtype not in FP8_DTYPES:
-        raise ValueError(f"output_scale belongs to FP8 output, not to {out_dtype}")
-    if window is not None and window < 1:
-        raise ValueError(f"window counts the keys that a query sees, its own among them: 1 or more, got {window}")
-    if softcap < 0.0:
-        raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
-    if sinks is not None and (sinks.ndim != 1 or known(sinks.shape[0] != query.shape[1])):
-        raise ValueError(f"sinks must be one logit for each of {query.shape[1]} heads, got {list(sinks.shape)}")
-    if sinks is not None and sinks.dtype not in kv_cache.HIGH_PRECISION_DTYPES:
-        raise TypeError(f"sinks must be bfloat16, float16 or float32, got {sinks.dtype}")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+
+@dataclass(frozen=True, eq=False)
+class PagedAttentionArguments:
+    """A call of either op, in the order of its schema: what the fields mean, ``paged_attention`` says.
+
+    group_size: None for ``paged_attention``. Raises ValueError, or TypeError for a dtype, if the call cannot mean
+    anything.
+    """
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_table: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    prob_scale: Tensor | None = None
+    output_scale: Tensor | None = None
+    sinks: Tensor | None = None
+    _: KW_ONLY
+    scale: float
+    window: int | None = None
+    softcap: float = 0.0
+    dtype: torch.dtype | None = None
+    max_query_len: int | SymInt | None = None
+    implementation: str = "auto"
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        kv_cache.validate_cache(self.key_cache, self.value_cache)
+        scales = {
+            "q_scale": self.q_scale,
+            "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+            "prob_scale": self.prob_scale,
+            "output_scale": self.output_scale,
+        }
+        kv_cache.validate_scales(**scales)
+        _validate_batch(self.query, self.key_cache, self.block_table, self.query_start, self.seq_lens)
+        kv_cache.validate_devices(
+            self.query.device,
+            key_cache=self.key_cache,
+            value_cache=self.value_cache,
+            block_table=self.block_table,
+            query_start=self.query_start,
+            seq_lens=self.seq_lens,
+            sinks=self.sinks,
+            **scales,
+        )
+        self._validate_numbers()
+        self._validate_output()
+
+    def _validate_numbers(self) -> None:
+        query, cache, sinks = self.query, self.key_cache, self.sinks
+        fp8_query, fp8_cache = query.dtype in FP8_DTYPES, cache.dtype in FP8_DTYPES
+        if not fp8_query and query.dtype not in kv_cache.HIGH_PRECISION_DTYPES:
+            raise TypeError(f"query must be FP8, bfloat16, float16 or float32, got {query.dtype}")
+        if not fp8_cache and not fp8_query and query.dtype != cache.dtype:
+            raise TypeError(f"query is {query.dtype}, the cache {cache.dtype}: one dtype, or an FP8 cache")
+        if not fp8_cache and any(x is not None for x in (self.k_scale, self.v_scale, self.prob_scale)):
+            raise ValueError(f"k_scale, v_scale and prob_scale belong to an FP8 cache, this one is {cache.dtype}")
+        if self.q_scale is not None and not fp8_query and not fp8_cache:
+            raise ValueError(
+                "q_scale with a query that is not FP8 asks to quantise it like the cache, which is not FP8"
+            )
+        if self.window is not None and self.window < 1:
+            raise ValueError(
+                f"window counts the keys that a query sees, its own among them: 1 or more, got {self.window}"
+            )
+        if self.softcap < 0.0:
+            raise ValueError(f"softcap must be positive, or 0 for none, got {self.softcap}")
+        if sinks is not None and (sinks.ndim != 1 or known(sinks.shape[0] != query.shape[1])):
+            raise ValueError(f"sinks must be one logit for each of {query.shape[1]} heads, got {list(sinks.shape)}")
+        if sinks is not None and sinks.dtype not in kv_cache.HIGH_PRECISION_DTYPES:
+            raise TypeError(f"sinks must be bfloat16, float16 or float32, got {sinks.dtype}")
+
+    def _validate_output(self) -> None:
+        dtype = self.out_dtype
+        if self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {self.implementation!r}")
+        if self.group_size is not None:
+            if dtype not in FP8_DTYPES:
+                raise TypeError(f"dtype must be FP8 for scales per group, got {dtype}")
+            if self.group_size < 1 or known(self.query.shape[2] % self.group_size != 0):
+                raise ValueError(f"group_size must divide head_dim, {self.query.shape[2]}, got {self.group_size}")
+            return
+        if self.dtype is None and self.query.dtype in FP8_DTYPES:
+            raise TypeError("dtype says what to return; it can only be left out if query is not FP8")
+        if dtype not in (*kv_cache.HIGH_PRECISION_DTYPES, *FP8_DTYPES):
+            raise TypeError(f"dtype must be FP8, bfloat16, float16 or float32, got {dtype}")
+        if self.output_scale is not None and dtype not in FP8_DTYPES:
+            raise ValueError(f"output_scale belongs to FP8 output, not to {dtype}")
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """What ``dtype`` comes to."""
+        return self.dtype or (self.query.dtype if self.group_size is None else torch.float8_e4m3fn)
+
+    def empty(self) -> Result:
+        """Memory for the result."""
+        out = self.query.new_empty(self.query.shape, dtype=self.out_dtype)
+        if self.group_size is None:
+            return out
+        *outer, head_dim = self.query.shape
+        return out, self.query.new_empty((*outer, head_dim // self.group_size), dtype=torch.float32)
+
+    def rounded(self, out: Tensor) -> Result:
+        """The result from the fp32 attention."""
+        if self.group_size is None:
+            return reference.rounded(out, self.output_scale, self.out_dtype)
+        spec = QuantSpec(self.out_dtype, "group", self.group_size, static=False)
+        scales = choose_scale(out, spec)
+        return quantize(out, scales, spec.dtype), scales
+
+    def check_values(self) -> None:
+        """Raise ValueError or IndexError for lengths and pages without a meaning. Waits for the device."""
+        pages, _, page_size, _ = self.value_cache.shape
+        kv_cache.check_batch(
+            *(self.query.shape[0], pages, page_size, self.block_table, self.query_start, self.seq_lens),
+            window=self.window,
+            max_query_len=None if self.max_query_len is None else int(self.max_query_len),
+        )
 
 
 def _validate_batch(
@@ -107,161 +172,59 @@ def _validate_batch(
         )
 
 
-def _fake(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    prob_scale: Tensor | None = None,
-    output_scale: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float = 0.0,
-    dtype: torch.dtype | None = None,
-    max_query_len: int | SymInt | None = None,
-    implementation: str = "auto",
-) -> Tensor:
-    scales = (q_scale, k_scale, v_scale, prob_scale, output_scale)
-    validate(
-        *(query, key_cache, value_cache, block_table, query_start, seq_lens, *scales, sinks),
-        *(window, softcap, dtype, implementation),
+def _fake(a: PagedAttentionArguments) -> Result:
+    return a.empty()
+
+
+def _cpu(a: PagedAttentionArguments) -> Result:
+    a.check_values()
+    out = reference.paged_attention(
+        *(a.query, a.key_cache, a.value_cache, a.block_table, a.query_start, a.seq_lens),
+        *(a.q_scale, a.k_scale, a.v_scale, a.prob_scale, None, a.sinks),
+        scale=a.scale,
+        window=a.window,
+        softcap=a.softcap,
+        dtype=torch.float32,
     )
-    return query.new_empty(query.shape, dtype=dtype or query.dtype)
+    return a.rounded(out)
 
 
-def _cpu(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    prob_scale: Tensor | None = None,
-    output_scale: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float = 0.0,
-    dtype: torch.dtype | None = None,
-    max_query_len: int | None = None,
-    implementation: str = "auto",
-) -> Tensor:
-    batch = (query, key_cache, value_cache, block_table, query_start, seq_lens)
-    scales = (q_scale, k_scale, v_scale, prob_scale, output_scale)
-    validate(*batch, *scales, sinks, window, softcap, dtype, implementation)
-    _check(*batch, window, max_query_len)
-    return reference.paged_attention(*batch, *scales, sinks, scale=scale, window=window, softcap=softcap, dtype=dtype)
+def _cuda(a: PagedAttentionArguments) -> Result:
+    if kv_cache.values_are_checked(a.query.device):
+        a.check_values()
+    return gather(a)
 
 
-def _cuda(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    prob_scale: Tensor | None = None,
-    output_scale: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float = 0.0,
-    dtype: torch.dtype | None = None,
-    max_query_len: int | None = None,
-    implementation: str = "auto",
-) -> Tensor:
-    batch = (query, key_cache, value_cache, block_table, query_start, seq_lens)
-    scales = (q_scale, k_scale, v_scale, prob_scale, output_scale)
-    validate(*batch, *scales, sinks, window, softcap, dtype, implementation)
-    if kv_cache.values_are_checked(query.device):
-        _check(*batch, window, max_query_len)
-    return gather(
-        *(*batch, *scales, sinks),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        dtype=dtype,
-        max_query_len=max_query_len,
-    )
-
-
-def _check(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    window: int | None,
-    max_query_len: int | None,
-) -> None:
-    pages, _, page_size, _ = value_cache.shape
-    kv_cache.check_batch(query.shape[0], pages, page_size, block_table, query_start, seq_lens, window, max_query_len)
-
-
-def gather(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    prob_scale: Tensor | None = None,
-    output_scale: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float = 0.0,
-    dtype: torch.dtype | None = None,
-    max_query_len: int | None = None,
-) -> Tensor:
-    """``reference.paged_attention`` without a question to the device: plain torch that a CUDA graph can capture.
+def gather(a: PagedAttentionArguments) -> Result:
+    """The op without a question to the device and without a kernel of ours: plain torch that a CUDA graph can capture.
 
     Some sequences at a time, each with all the keys that its row of the block table can hold and max_query_len queries
     (all tokens, if that is unknown). Entries of the table outside the cache are read as the nearest page.
     """
+    query, query_start, seq_lens = a.query, a.query_start, a.seq_lens
     tokens, heads, head_dim = query.shape
-    seqs, columns = block_table.shape
-    pages, kv_heads, page_size, _ = key_cache.shape
+    seqs, columns = a.block_table.shape
+    pages, kv_heads, page_size, _ = a.key_cache.shape
     keys = columns * page_size if pages else 0
-    queries = tokens if max_query_len is None else min(max_query_len, tokens)
+    queries = tokens if a.max_query_len is None else min(int(a.max_query_len), tokens)
     if seqs * keys * queries == 0:
-        return reference.rounded(query.new_zeros(query.shape, dtype=torch.float32), output_scale, dtype or query.dtype)
-    query = reference.as_queried(query, q_scale, key_cache.dtype)
+        return a.rounded(query.new_zeros(query.shape, dtype=torch.float32))
+    query = reference.as_queried(query, a.q_scale, a.key_cache.dtype)
     each = 4 * (2 * keys * kv_heads * head_dim + 2 * queries * heads * keys)
     step = max(1, GATHER_BYTES // each)
     row = torch.arange(queries, device=query.device)
     position = torch.arange(keys, device=query.device)
     first, counts = query_start[:-1].long(), query_start.diff()
-    table = block_table.clamp(0, pages - 1).long()
+    table = a.block_table.clamp(0, pages - 1).long()
     parts = []
     for i in range(0, seqs, step):
         part = slice(i, i + step)
         taken = (first[part, None] + row).clamp(0, tokens - 1)
         at = seq_lens[part, None] - counts[part, None] + row  # [sequences, queries]: the position of a query
-        seen = reference.visible(at, position, window) & (row < counts[part, None])[..., None]
+        seen = reference.visible(at, position, a.window) & (row < counts[part, None])[..., None]
         key, value = (
             reference.bits(cache)[table[part]].view(cache.dtype).transpose(2, 3).flatten(1, 2)
-            for cache in (key_cache, value_cache)
+            for cache in (a.key_cache, a.value_cache)
         )
         parts.append(
             reference.cached_attention(
@@ -269,10 +232,10 @@ def gather(
                 key,
                 value,
                 seen,
-                sinks,
-                logit_scale=reference.product(scale, q_scale, k_scale),
-                softcap=softcap,
-                prob_scale=prob_scale,
+                a.sinks,
+                logit_scale=reference.product(a.scale, a.q_scale, a.k_scale),
+                softcap=a.softcap,
+                prob_scale=a.prob_scale,
             )
         )
     by_sequence = torch.cat(parts)  # [seqs, queries, heads, head_dim]
@@ -281,21 +244,49 @@ def gather(
     used = seq < seqs
     seq = seq.clamp_max(seqs - 1)
     out = by_sequence[seq, (token - first[seq]).clamp(0, queries - 1)].masked_fill(~used[:, None, None], 0.0)
-    return reference.rounded(reference.scaled(out, v_scale), output_scale, dtype or query.dtype)
+    return a.rounded(reference.scaled(out, a.v_scale))
 
 
 _library = torch.library.Library("fusion_passes", "FRAGMENT")
-_library.define(
-    "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor query_start, "
-    "Tensor seq_lens, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? prob_scale=None, "
-    "Tensor? output_scale=None, Tensor? sinks=None, *, float scale, int? window=None, float softcap=0.0, "
-    'ScalarType? dtype=None, SymInt? max_query_len=None, str implementation="auto") -> Tensor',
-    # The caches must be read where they lie.
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+_BATCH = (
+    "Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor query_start, Tensor seq_lens, "
+    "Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? prob_scale=None, "
 )
-_library.impl("paged_attention", _cpu, "CPU")
-_library.impl("paged_attention", _cuda, "CUDA")
-torch.library.register_fake("fusion_passes::paged_attention", _fake, lib=_library)
+_OPTIONS = (
+    "*, float scale, int? window=None, float softcap=0.0, ScalarType? dtype=None, SymInt? max_query_len=None, "
+    'str implementation="auto"'
+)
+
+
+def _arguments(*tensors: Tensor | None, **options: object) -> PagedAttentionArguments:
+    return PagedAttentionArguments(*tensors, **options)  # type: ignore[arg-type]  # the schema has checked them
+
+
+def _group_arguments(*tensors: Tensor | None, group_size: int = 128, **options: object) -> PagedAttentionArguments:
+    batch, sinks = tensors[:10], tensors[10:]
+    return _arguments(*batch, None, *sinks, group_size=group_size, **options)
+
+
+def _register(name: str, schema: str, arguments: Callable[..., PagedAttentionArguments]) -> None:
+    def takes(run: Callable[[PagedAttentionArguments], Result]) -> Callable[..., Result]:
+        return lambda *tensors, **options: run(arguments(*tensors, **options))
+
+    # The caches must be read where they lie.
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    _library.define(f"{name}{schema}", tags=tags)
+    _library.impl(name, takes(_cpu), "CPU")
+    _library.impl(name, takes(_cuda), "CUDA")
+    torch.library.register_fake(f"fusion_passes::{name}", takes(_fake), lib=_library)
+
+
+_register(
+    "paged_attention", f"({_BATCH}Tensor? output_scale=None, Tensor? sinks=None, {_OPTIONS}) -> Tensor", _arguments
+)
+_register(
+    "paged_attention_group_quant",
+    f"({_BATCH}Tensor? sinks=None, {_OPTIONS}, int group_size=128) -> (Tensor, Tensor)",
+    _group_arguments,
+)
 
 
 def paged_attention(
@@ -346,18 +337,8 @@ def paged_attention(
     outside the cache is read, and the result is undefined. There is no gradient.
     """
     out: Tensor = torch.ops.fusion_passes.paged_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start,
-        seq_lens,
-        q_scale,
-        k_scale,
-        v_scale,
-        prob_scale,
-        output_scale,
-        sinks,
+        *(query, key_cache, value_cache, block_table, query_start, seq_lens),
+        *(q_scale, k_scale, v_scale, prob_scale, output_scale, sinks),
         scale=scale,
         window=window,
         softcap=softcap,
@@ -366,3 +347,46 @@ def paged_attention(
         implementation=implementation,
     )
     return out
+
+
+def paged_attention_group_quant(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    prob_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float = 0.0,
+    dtype: torch.dtype | None = None,
+    max_query_len: int | None = None,
+    implementation: str = "auto",
+    group_size: int = 128,
+) -> tuple[Tensor, Tensor]:
+    """``paged_attention`` quantised in groups of a head's columns, with scales chosen from the fp32 attention.
+
+    dtype: FP8, e4m3fn if None. group_size: divides head_dim. The rest as in ``paged_attention``.
+
+    Returns codes [tokens, heads, head_dim] and fp32 scales [tokens, heads, head_dim // group_size], both contiguous,
+    as ``quant.choose_scale`` and ``quant.quantize`` make them for ``QuantSpec(dtype, "group", group_size,
+    static=False)``. Where the attention is 0, so are the codes, and the scale is the smallest normal number.
+    """
+    codes, scales = torch.ops.fusion_passes.paged_attention_group_quant(
+        *(query, key_cache, value_cache, block_table, query_start, seq_lens),
+        *(q_scale, k_scale, v_scale, prob_scale, sinks),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        dtype=dtype,
+        max_query_len=max_query_len,
+        implementation=implementation,
+        group_size=group_size,
+    )
+    return codes, scales

@@ -9,15 +9,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusion_passes import reference
 from fusion_passes.nn import AttentionMetadata, PagedKVCache
-from fusion_passes.ops import paged_attention
-from fusion_passes.ops.paged_attention import gather
-from fusion_passes.quant import codes, dequantize, quantize
+from fusion_passes.ops import paged_attention, paged_attention_group_quant
+from fusion_passes.ops.paged_attention import PagedAttentionArguments, gather
+from fusion_passes.quant import QuantSpec, choose_scale, codes, dequantize, quantize
 
 OP = torch.ops.fusion_passes.paged_attention.default
+GROUP_OP = torch.ops.fusion_passes.paged_attention_group_quant.default
 E4M3, E5M2, BF16, FP16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SCALES = {"q_scale": 0.017, "k_scale": 0.013, "v_scale": 0.0071}
 OUTPUT_SCALE = 0.0043
+
+
+def gathered(*tensors, **options):
+    return gather(PagedAttentionArguments(*tensors, **options))
+
 
 # (new tokens, all tokens): prefill, decode, chunked prefill, padding, one token alone, decode over a page's edge
 MIXED = ((5, 5), (1, 37), (4, 21), (0, 0), (1, 1), (1, 49), (0, 9))
@@ -98,7 +104,7 @@ def run(problem, query_dtype=BF16, dtype=None, device="cpu", implementation="op"
     if dtype in (E4M3, E5M2):
         scales["output_scale"] = torch.tensor(OUTPUT_SCALE)
     tensors = {n: x.to(device) for n, x in ({**scales, **options}).items() if isinstance(x, torch.Tensor)}
-    function = paged_attention if implementation == "op" else gather
+    function = paged_attention if implementation == "op" else gathered
     out = function(*problem.args(query, device), **{**options, **tensors}, scale=0.31, dtype=dtype)
     return out.cpu(), problem.expected(used, 0.31, **options)
 
@@ -218,7 +224,7 @@ def test_a_decode_is_the_last_row_of_a_prefill():
     out, _ = run(prefill)
     decode = prefill.args(prefill.query.bfloat16()[[22, 22]])  # the second only pads the batch
     start = torch.tensor([0, 1], dtype=torch.int32)
-    for function in (paged_attention, gather):
+    for function in (paged_attention, gathered):
         last = function(*decode[:4], start, decode[5], **prefill.scales, scale=0.31, max_query_len=1)
         torch.testing.assert_close(last[0], out[22], rtol=1e-2, atol=1e-5)
         assert (last[1] == 0).all()
@@ -237,14 +243,14 @@ def test_padded_sequences_with_queries():
     problem = Problem(((1, 20), (0, 0), (0, 0)))
     args = list(problem.args(torch.randn(3, 6, 16).bfloat16()))
     args[4] = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
-    for function in (paged_attention, gather):
+    for function in (paged_attention, gathered):
         out = function(*args, **problem.scales, scale=0.3, max_query_len=1)
         assert (out[1:] == 0).all()
         assert out[0].abs().min() > 0
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3), (4, 0, 3), (4, 2, 0)], ids=str)
-@pytest.mark.parametrize("function", [paged_attention, gather])
+@pytest.mark.parametrize("function", [paged_attention, gathered])
 def test_empty(shape, function):
     tokens, seqs, columns = shape
     cache = PagedKVCache(4, 16, 2, 16, BF16)
@@ -261,7 +267,9 @@ def test_gather_asks_the_device_nothing():
     args = (*problem.args(problem.query.bfloat16()), torch.tensor(0.1), *problem.scales.values(), None, torch.ones(1))
     with FakeTensorMode() as mode:
         fake = [x if x is None else mode.from_tensor(x) for x in args]
-        assert gather(*fake, torch.zeros(6), scale=0.3, window=3, softcap=1.0, dtype=E4M3).shape == problem.query.shape
+        assert (
+            gathered(*fake, torch.zeros(6), scale=0.3, window=3, softcap=1.0, dtype=E4M3).shape == problem.query.shape
+        )
 
 
 def test_gather_in_parts(monkeypatch):
@@ -290,6 +298,79 @@ def test_opcheck(cache, options, device):
     utils = some if cache == E4M3 else "ALL"
     arguments = (*problem.args(query, device), *scales)
     torch.library.opcheck(OP, arguments, {"scale": 0.3, **options}, test_utils=utils)
+
+
+GROUPS = {
+    "bf16 query": ({"head_dim": 32}, {"group_size": 16}),
+    "FP8 query, e5m2": ({"head_dim": 32, "layout": "NHD"}, {"group_size": 32, "query_dtype": E4M3, "dtype": E5M2}),
+    "all": ({}, {"group_size": 8, "window": 9, "softcap": 2.0, "sinks": torch.linspace(-1, 2, 6)}),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", ["op", "gather"])
+@pytest.mark.parametrize("case", GROUPS)
+def test_scales_per_group(case, implementation, device):
+    shape, options = GROUPS[case]
+    problem, options = Problem(**shape), dict(options)
+    group_size, dtype = options.pop("group_size"), options.pop("dtype", None)
+    query, scales = problem.query.bfloat16(), {n: x.to(device) for n, x in problem.scales.items()}
+    used = query
+    if options.pop("query_dtype", None):
+        query = quantize(problem.query, SCALES["q_scale"])
+        used, scales["q_scale"] = dequantize(query, SCALES["q_scale"]), torch.tensor(SCALES["q_scale"], device=device)
+    function = paged_attention_group_quant if implementation == "op" else gathered
+    tensors = {n: x.to(device) for n, x in options.items() if isinstance(x, torch.Tensor)}
+    out, out_scales = function(
+        *problem.args(query, device), **options | tensors | scales, scale=0.31, dtype=dtype, group_size=group_size
+    )
+    spec = QuantSpec(dtype or E4M3, "group", group_size, static=False)
+    expected = problem.expected(used, 0.31, **options).float()
+    expected[problem.total :] = 0
+    want = choose_scale(expected, spec)
+    assert out.dtype == spec.dtype
+    assert out.is_contiguous()
+    assert out_scales.is_contiguous()
+    torch.testing.assert_close(out_scales.cpu(), want, rtol=2e-3, atol=0)
+    off = (codes(out.cpu()) - codes(quantize(expected, want, spec.dtype))).abs()
+    assert off.max() <= 1
+    assert (off == 0).float().mean() > 0.99
+    assert (codes(out.cpu())[problem.total :] == 0).all()
+
+
+def test_group_of_zeros_has_the_smallest_scale():
+    problem = Problem(((0, 0), (1, 4)))
+    out, scales = paged_attention_group_quant(
+        *problem.args(problem.query.bfloat16()), **problem.scales, scale=0.3, group_size=4
+    )
+    assert (scales[1:] == torch.finfo(FP32).tiny).all()
+    assert (codes(out)[1:] == 0).all()
+    assert (scales[0] > 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"group_size": 5}, ValueError, "group_size must divide head_dim, 16, got 5"),
+        ({"group_size": 0}, ValueError, "group_size must divide head_dim, 16, got 0"),
+        ({"group_size": 8, "dtype": BF16}, TypeError, "dtype must be FP8 for scales per group"),
+        ({"softcap": -1.0}, ValueError, "softcap must be positive"),
+    ],
+    ids=str,
+)
+def test_bad_groups(options, error, message):
+    problem = Problem(((1, 4),))
+    with pytest.raises(error, match=message):
+        paged_attention_group_quant(*problem.args(problem.query.bfloat16()), scale=0.3, **{"group_size": 8} | options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_of_groups(device):
+    problem = Problem(cache=BF16)
+    for half in (problem.cache.key, problem.cache.value):
+        half[half.isnan()] = 0
+    arguments = problem.args(problem.query.bfloat16().nan_to_num(), device)
+    torch.library.opcheck(GROUP_OP, arguments, {"scale": 0.3, "group_size": 8})
 
 
 @pytest.mark.gpu
