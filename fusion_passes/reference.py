@@ -218,3 +218,27 @@ def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
 def rounded(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """fp32 x as an output of this dtype: divided by the scale and saturated if that is FP8."""
     return quantize(x, 1.0 if scale is None else scale.reshape(()), dtype) if dtype in FP8_DTYPES else x.to(dtype)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, rotary_dim: int, interleaved: bool = False) -> Tensor:
+    """Rotary embedding of x in fp32: its first ``rotary_dim`` dimensions turned, the rest as it is.
+
+    x: [tokens, heads, head_dim]. cos, sin: [tokens, rotary_dim], one number for each dimension, or
+    [tokens, rotary_dim / 2], one for each pair. A pair is i and i + rotary_dim / 2, or 2 i and 2 i + 1 if interleaved.
+    """
+    half = rotary_dim // 2
+    turned, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:].float()
+    if interleaved:
+        first, second = turned.unflatten(-1, (half, 2)).unbind(-1)
+        other = torch.stack((-second, first), -1).flatten(-2)
+    else:
+        first, second = turned.split(half, -1)
+        other = torch.cat((-second, first), -1)
+    cos, sin = (_of_each_dimension(c, rotary_dim, interleaved)[:, None] for c in (cos.float(), sin.float()))
+    return torch.cat((turned * cos + other * sin, rest), -1)
+
+
+def _of_each_dimension(x: Tensor, rotary_dim: int, interleaved: bool) -> Tensor:
+    if x.shape[-1] == rotary_dim:
+        return x
+    return x.repeat_interleave(2, -1) if interleaved else torch.cat((x, x), -1)

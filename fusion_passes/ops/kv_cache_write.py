@@ -8,8 +8,11 @@ from torch import Tensor
 
 from fusion_passes import reference
 from fusion_passes.ops import kv_cache
+from fusion_passes.ops.support import device_capability, triton_version
 from fusion_passes.quant import FP8_DTYPES
 from fusion_passes.symbolic import known
+
+KERNEL_DTYPES = (*kv_cache.HIGH_PRECISION_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def validate(
@@ -95,7 +98,20 @@ def _cuda(
     validate(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     if kv_cache.values_are_checked(key_cache.device):
         kv_cache.check_slots(slot_mapping, key_cache.shape[0] * key_cache.shape[2])
-    scatter(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    if has_kernel(key, key_cache):
+        from fusion_passes.kernels.rope_quant_kv_write import launch_write
+
+        launch_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    else:
+        scatter(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+
+
+def has_kernel(key: Tensor, key_cache: Tensor) -> bool:
+    """Whether the Triton kernel writes such keys on this machine; the fnuz forms of FP8 are plain torch everywhere."""
+    capability = device_capability(key_cache.device)
+    fits = key.dtype in KERNEL_DTYPES and key_cache.dtype in KERNEL_DTYPES
+    # FP8 conversions need compute capability 8.9.
+    return fits and capability is not None and capability >= (8, 9) and triton_version() is not None
 
 
 def scatter(

@@ -1,0 +1,341 @@
+"""RoPE, quantisation and the write into a KV cache in Triton, also the write alone: one kernel for all of it.
+
+A program takes BLOCK_T tokens and some of their heads: of the query, or the same ones of key and value. What it loads
+is turned and rounded in registers and leaves for the output or the token's slot.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusion_passes.quant import FP8_DTYPES, max_value
+
+
+@triton.jit
+def _rounded(x, scale, SCALED: tl.constexpr, INVERSE: tl.constexpr, LIMIT: tl.constexpr, dtype: tl.constexpr):
+    """fp32 x as a tensor of this dtype holds it. LIMIT: the largest FP8 number, or 0 for a dtype that is no FP8."""
+    if SCALED:
+        x = x * scale if INVERSE else x / scale
+    if LIMIT > 0.0:
+        x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)
+
+
+@triton.jit
+def _as_it_is(
+    dst, src, loaded, stored, scale,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, INVERSE: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """WIDTH dimensions of each head from FIRST on: quantised, not turned; bits of one dtype stay what they are."""
+    d = tl.arange(0, BLOCK)[None, None, :]
+    x = tl.load(src + FIRST + d, mask=loaded & (d < WIDTH))
+    if SCALED or src.dtype.element_ty != dst.dtype.element_ty:
+        x = _rounded(x.to(tl.float32), scale, SCALED, INVERSE, LIMIT, dst.dtype.element_ty)
+    tl.store(dst + FIRST + d, x, mask=stored & (d < WIDTH))
+
+
+@triton.jit
+def _turned(
+    dst, src, loaded, stored, scale, cos, sin, of_token,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SCALED: tl.constexpr, INVERSE: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The first 2 * HALF dimensions of each head, turned and quantised.
+
+    dst, src: pointers [tokens, heads, 1] to a head each, with the masks loaded and stored. cos, sin: pointers
+    [tokens, 1, 1] to a row each, with the mask of_token. WIDE: a row has a number for each dimension.
+    """
+    d = tl.arange(0, BLOCK)[None, None, :]
+    tokens: tl.constexpr = src.shape[0]
+    heads: tl.constexpr = src.shape[1]
+    inside = d < HALF
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * BLOCK)[None, None, :]
+        pairs = tl.load(src + both, mask=loaded & (both < 2 * HALF))
+        x1, x2 = tl.split(tl.reshape(pairs, [tokens, heads, BLOCK, 2]))
+        second = d * 2 + 1 if WIDE else d
+        first = d * 2 if WIDE else d
+    else:
+        x1 = tl.load(src + d, mask=loaded & inside)
+        x2 = tl.load(src + HALF + d, mask=loaded & inside)
+        second = d + HALF
+        first = d
+    x1 = x1.to(tl.float32)
+    x2 = x2.to(tl.float32)
+    cos1 = tl.load(cos + first, mask=of_token & inside).to(tl.float32)
+    sin1 = tl.load(sin + first, mask=of_token & inside).to(tl.float32)
+    cos2 = cos1
+    sin2 = sin1
+    if WIDE:
+        cos2 = tl.load(cos + second, mask=of_token & inside).to(tl.float32)
+        sin2 = tl.load(sin + second, mask=of_token & inside).to(tl.float32)
+    y1 = _rounded(x1 * cos1 - x2 * sin1, scale, SCALED, INVERSE, LIMIT, dst.dtype.element_ty)
+    y2 = _rounded(x2 * cos2 + x1 * sin2, scale, SCALED, INVERSE, LIMIT, dst.dtype.element_ty)
+    if INTERLEAVED:
+        turned = tl.reshape(tl.join(y1, y2), [tokens, heads, 2 * BLOCK])
+        tl.store(dst + both, turned, mask=stored & (both < 2 * HALF))
+    else:
+        tl.store(dst + d, y1, mask=stored & inside)
+        tl.store(dst + HALF + d, y2, mask=stored & inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "rows", "slots"])
+def _rope_quant_kv_write(
+    out_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    slot_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_t, q_h,
+    k_t, k_h,
+    v_t, v_h,
+    cos_t,
+    sin_t,
+    kc_p, kc_h, kc_s,
+    vc_p, vc_h, vc_s,
+    tokens,
+    rows,
+    slots,
+    q_scale_factor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    Q_SCALED: tl.constexpr,
+    Q_INVERSE: tl.constexpr,
+    Q_LIMIT: tl.constexpr,
+    CACHE_LIMIT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    # The heads of a token lie side by side, so programs that do are neighbours too.
+    q_chunks: tl.constexpr = (HEADS + BLOCK_Q - 1) // BLOCK_Q
+    chunks: tl.constexpr = q_chunks + (KV_HEADS + BLOCK_KV - 1) // BLOCK_KV
+    chunk = tl.program_id(0) % chunks
+    # 64-bit offsets: a tensor can hold more than 2**31 elements.
+    t = ((tl.program_id(0) // chunks) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None, None]
+    of_token = t < tokens
+    if HALF > 0:
+        row = t
+        if positions_ptr is not None:
+            row = tl.load(positions_ptr + t, mask=of_token, other=0).to(tl.int64)
+            row = tl.where(row < 0, row + rows, row)
+            row = tl.minimum(tl.maximum(row, 0), rows - 1)
+        cos = cos_ptr + row * cos_t
+        sin = sin_ptr + row * sin_t
+    if chunk < q_chunks:
+        h = (chunk * BLOCK_Q + tl.arange(0, BLOCK_Q))[None, :, None]
+        inside = of_token & (h < HEADS)
+        scale = q_scale_factor
+        if q_scale_ptr is not None:
+            scale = tl.load(q_scale_ptr) * q_scale_factor
+        src = q_ptr + t * q_t + h.to(tl.int64) * q_h
+        dst = out_ptr + (t * HEADS + h) * HEAD_DIM
+        _turned(
+            dst, src, inside, inside, scale, cos, sin, of_token,
+            HALF, BLOCK_HALF, WIDE, INTERLEAVED, Q_SCALED, Q_INVERSE, Q_LIMIT,
+        )  # fmt: skip
+        if 2 * HALF < HEAD_DIM:
+            _as_it_is(
+                dst, src, inside, inside, scale,
+                2 * HALF, HEAD_DIM - 2 * HALF, BLOCK_REST, Q_SCALED, Q_INVERSE, Q_LIMIT,
+            )  # fmt: skip
+    else:
+        h = ((chunk - q_chunks) * BLOCK_KV + tl.arange(0, BLOCK_KV))[None, :, None]
+        inside = of_token & (h < KV_HEADS)
+        slot = tl.load(slot_ptr + t, mask=of_token, other=-1).to(tl.int64)
+        stored = inside & (slot >= 0) & (slot < slots)
+        page = slot // PAGE_SIZE
+        offset = slot % PAGE_SIZE
+        h = h.to(tl.int64)
+        k_scale = 1.0
+        if k_scale_ptr is not None:
+            k_scale = tl.load(k_scale_ptr)
+        src = k_ptr + t * k_t + h * k_h
+        dst = key_cache_ptr + page * kc_p + h * kc_h + offset * kc_s
+        if HALF > 0:
+            _turned(
+                dst, src, inside, stored, k_scale, cos, sin, of_token,
+                HALF, BLOCK_HALF, WIDE, INTERLEAVED, k_scale_ptr is not None, False, CACHE_LIMIT,
+            )  # fmt: skip
+        if 2 * HALF < HEAD_DIM:
+            _as_it_is(
+                dst, src, inside, stored, k_scale,
+                2 * HALF, HEAD_DIM - 2 * HALF, BLOCK_REST, k_scale_ptr is not None, False, CACHE_LIMIT,
+            )  # fmt: skip
+        v_scale = 1.0
+        if v_scale_ptr is not None:
+            v_scale = tl.load(v_scale_ptr)
+        src = v_ptr + t * v_t + h * v_h
+        dst = value_cache_ptr + page * vc_p + h * vc_h + offset * vc_s
+        _as_it_is(
+            dst, src, inside, stored, v_scale,
+            0, HEAD_DIM, BLOCK_D, v_scale_ptr is not None, False, CACHE_LIMIT,
+        )  # fmt: skip
+
+
+Config = tuple[int, int, int, int]
+"""BLOCK_T, BLOCK_Q and BLOCK_KV (heads), num_warps."""
+
+
+def launch(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *,
+    rotary_dim: int,
+    interleaved: bool,
+    q_scale_factor: float,
+    q_scale_inverse: bool,
+    config: Config | None = None,
+) -> None:
+    """Write the query into `out`, contiguous, and key and value into the caches. Arguments as in
+    `fusion_passes.ops.rope_quant_kv_write`, validated. CPU tensors work in Triton's interpreter."""
+    _launch(
+        *(out, query, key, value, cos, sin, positions, key_cache, value_cache, slot_mapping),
+        *(q_scale, k_scale, v_scale, query.shape[1], rotary_dim, interleaved, q_scale_factor, q_scale_inverse, config),
+    )
+
+
+def launch_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    config: Config | None = None,
+) -> None:
+    """Write key and value into the caches as they are. Arguments as in `fusion_passes.ops.kv_cache_write`."""
+    _launch(
+        *(key, key, key, value, key, key, None, key_cache, value_cache, slot_mapping),
+        *(None, k_scale, v_scale, 0, 0, False, 1.0, False, config),
+    )
+
+
+def _launch(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    heads: int,
+    rotary_dim: int,
+    interleaved: bool,
+    q_scale_factor: float,
+    q_scale_inverse: bool,
+    config: Config | None,
+) -> None:
+    tokens, kv_heads, head_dim = key.shape
+    page_size = key_cache.shape[2]
+    slots = key_cache.shape[0] * page_size
+    if tokens == 0:
+        return
+    query, key, value = _rows(query), _rows(key), _rows(value)
+    cos, sin = _rows(cos), _rows(sin)
+    block_t, block_q, block_kv, num_warps = config or _config(tokens, heads, kv_heads, head_dim)
+    half = rotary_dim // 2
+    programs = triton.cdiv(tokens, block_t) * (triton.cdiv(heads, block_q) + triton.cdiv(kv_heads, block_kv))
+    _rope_quant_kv_write[(programs,)](
+        out,
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        positions if positions is None else positions.contiguous(),
+        key_cache,
+        value_cache,
+        slot_mapping.contiguous(),
+        q_scale,
+        k_scale,
+        v_scale,
+        *_strides(query, 2),
+        *_strides(key, 2),
+        *_strides(value, 2),
+        *_strides(cos, 1),
+        *_strides(sin, 1),
+        *_strides(key_cache, 3),
+        *_strides(value_cache, 3),
+        tokens,
+        cos.shape[0],
+        slots,
+        q_scale_factor,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        HALF=half,
+        PAGE_SIZE=max(page_size, 1),
+        WIDE=rotary_dim > 0 and cos.shape[1] == rotary_dim,
+        INTERLEAVED=interleaved,
+        Q_SCALED=out.dtype in FP8_DTYPES and (q_scale is not None or q_scale_factor != 1.0),
+        Q_INVERSE=q_scale_inverse,
+        Q_LIMIT=_limit(out.dtype),
+        CACHE_LIMIT=_limit(key_cache.dtype),
+        BLOCK_T=block_t,
+        BLOCK_Q=block_q,
+        BLOCK_KV=block_kv,
+        BLOCK_HALF=_power(half),
+        BLOCK_REST=_power(head_dim - rotary_dim),
+        BLOCK_D=_power(head_dim),
+        num_warps=num_warps,
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous: a copy only where that is not so."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _strides(x: Tensor, count: int) -> tuple[int, ...]:
+    """The first strides; 0 where there is one element, whose stride says nothing and would cost a compilation."""
+    return tuple(stride if size > 1 else 0 for size, stride in zip(x.shape[:count], x.stride(), strict=False))
+
+
+def _limit(dtype: torch.dtype) -> float:
+    return max_value(dtype) if dtype in FP8_DTYPES else 0.0
+
+
+def _power(n: int) -> int:
+    return triton.next_power_of_2(max(n, 1))
+
+
+def _config(tokens: int, heads: int, kv_heads: int, head_dim: int) -> Config:
+    del tokens, head_dim
+    return 1, min(16, _power(heads)), min(8, _power(kv_heads)), 4

@@ -1,0 +1,278 @@
+"""`rope_quant_kv_write`: RoPE of query and key, quantisation of query, key and value, and the cache's write, as one op.
+
+It computes in fp32 and rounds once, to what it returns and to what it writes.  So does a kernel of Inductor that fuses
+the same steps: inside of a kernel it keeps bf16 values in fp32.  Eager torch rounds after each step.
+"""
+
+import torch
+from torch import Tensor
+
+from fusion_passes import reference
+from fusion_passes.ops import kv_cache
+from fusion_passes.ops.kv_cache_write import KERNEL_DTYPES, has_kernel, scatter
+from fusion_passes.ops.kv_cache_write import validate as validate_write
+from fusion_passes.quant import FP8_DTYPES, saturate
+from fusion_passes.symbolic import known
+
+
+def output_dtype(query: Tensor, key_cache: Tensor, q_scale: Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that the rotated query leaves in: the cache's FP8 if it has a scale, its own if not, or what is asked
+    for."""
+    if dtype is not None:
+        return dtype
+    return key_cache.dtype if q_scale is not None and key_cache.dtype in FP8_DTYPES else query.dtype
+
+
+def validate(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    rotary_dim: int,
+    dtype: torch.dtype | None,
+) -> torch.dtype:
+    """The dtype of the output.  Raises ValueError, or TypeError for a dtype, for arguments without a meaning."""
+    validate_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    kv_cache.validate_scales(q_scale=q_scale)
+    kv_cache.validate_devices(key_cache.device, query=query, cos=cos, sin=sin, positions=positions, q_scale=q_scale)
+    head_dim = key.shape[2]
+    if query.ndim != 3 or known(query.shape[2] != head_dim) or known(query.shape[0] != key.shape[0]):
+        raise ValueError(f"query must be [{key.shape[0]}, heads, {head_dim}] like the keys, got {list(query.shape)}")
+    if query.dtype != key.dtype or query.dtype not in kv_cache.HIGH_PRECISION_DTYPES:
+        raise TypeError(
+            f"query and key must have one dtype, bfloat16, float16 or float32, got {query.dtype} and {key.dtype}"
+        )
+    if rotary_dim < 2 or rotary_dim % 2 or known(rotary_dim > head_dim):
+        raise ValueError(f"rotary_dim must be even and from 2 to the head size, {head_dim}, got {rotary_dim}")
+    for name, x in (("cos", cos), ("sin", sin)):
+        if x.ndim != 2 or not any(known(x.shape[1] == width) for width in (rotary_dim, rotary_dim // 2)):
+            raise ValueError(f"{name} must be [rows, {rotary_dim}] or [rows, {rotary_dim // 2}], got {list(x.shape)}")
+        if x.dtype not in kv_cache.HIGH_PRECISION_DTYPES or x.dtype != cos.dtype:
+            raise TypeError(
+                f"cos and sin must have one dtype, bfloat16, float16 or float32, got {cos.dtype} and {sin.dtype}"
+            )
+    if any(known(a != b) for a, b in zip(cos.shape, sin.shape, strict=True)):
+        raise ValueError(f"cos and sin must be alike, got {list(cos.shape)} and {list(sin.shape)}")
+    if positions is None:
+        if known(cos.shape[0] != key.shape[0]):
+            raise ValueError(
+                f"without positions cos and sin have a row for each of the {key.shape[0]} tokens, got {cos.shape[0]}"
+            )
+    else:
+        if positions.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"positions must be int32 or int64, got {positions.dtype}")
+        if positions.ndim != 1 or known(positions.shape[0] != key.shape[0]):
+            raise ValueError(f"positions must be [{key.shape[0]}], one for each token, got {list(positions.shape)}")
+    out = output_dtype(query, key_cache, q_scale, dtype)
+    if out not in (*kv_cache.HIGH_PRECISION_DTYPES, *FP8_DTYPES):
+        raise TypeError(f"the query leaves as FP8, bfloat16, float16 or float32, not as {out}")
+    if q_scale is not None and out not in FP8_DTYPES:
+        raise ValueError(f"q_scale quantises the query, but it leaves as {out}: leave the scale out")
+    return out
+
+
+def _fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    rotary_dim: int,
+    interleaved: bool = False,
+    q_scale_factor: float = 1.0,
+    q_scale_inverse: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    out_dtype = validate(
+        *(query, key, value, cos, sin, positions, key_cache, value_cache, slot_mapping),
+        *(q_scale, k_scale, v_scale, rotary_dim, dtype),
+    )
+    return query.new_empty(query.shape, dtype=out_dtype)
+
+
+def _cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    rotary_dim: int,
+    interleaved: bool = False,
+    q_scale_factor: float = 1.0,
+    q_scale_inverse: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    out_dtype = validate(
+        *(query, key, value, cos, sin, positions, key_cache, value_cache, slot_mapping),
+        *(q_scale, k_scale, v_scale, rotary_dim, dtype),
+    )
+    check_indices(cos, positions, key_cache, slot_mapping)
+    rotated, out = _rotate(key, query, cos, sin, positions, key_cache.dtype, rotary_dim, interleaved)
+    reference.kv_cache_write(rotated, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    return _quantize(out, q_scale, q_scale_factor, q_scale_inverse, out_dtype)
+
+
+def _cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    rotary_dim: int,
+    interleaved: bool = False,
+    q_scale_factor: float = 1.0,
+    q_scale_inverse: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    out_dtype = validate(
+        *(query, key, value, cos, sin, positions, key_cache, value_cache, slot_mapping),
+        *(q_scale, k_scale, v_scale, rotary_dim, dtype),
+    )
+    if kv_cache.values_are_checked(key_cache.device):
+        check_indices(cos, positions, key_cache, slot_mapping)
+    if has_kernel(key, key_cache) and out_dtype in KERNEL_DTYPES:
+        from fusion_passes.kernels.rope_quant_kv_write import launch
+
+        out = query.new_empty(query.shape, dtype=out_dtype)
+        launch(
+            *(out, query, key, value, cos, sin, positions, key_cache, value_cache, slot_mapping),
+            *(q_scale, k_scale, v_scale),
+            rotary_dim=rotary_dim,
+            interleaved=interleaved,
+            q_scale_factor=q_scale_factor,
+            q_scale_inverse=q_scale_inverse,
+        )
+        return out
+    rotated, out = _rotate(key, query, cos, sin, positions, key_cache.dtype, rotary_dim, interleaved)
+    scatter(rotated, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    return _quantize(out, q_scale, q_scale_factor, q_scale_inverse, out_dtype)
+
+
+def _rotate(
+    key: Tensor,
+    query: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    cache_dtype: torch.dtype,
+    rotary_dim: int,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """Key as an FP8 cache (in fp32) or another one takes it, and query in fp32."""
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
+    key, query = (reference.rope(x, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved) for x in (key, query))
+    return (key if cache_dtype in FP8_DTYPES else key.to(cache_dtype)), query
+
+
+def _quantize(x: Tensor, scale: Tensor | None, factor: float, inverse: bool, dtype: torch.dtype) -> Tensor:
+    if dtype not in FP8_DTYPES:
+        return x.to(dtype)
+    by = reference.product(factor, scale)
+    return saturate(x * by if inverse else x / by, dtype)
+
+
+def check_indices(cos: Tensor, positions: Tensor | None, key_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Raise IndexError for a slot outside of the cache or a position outside of the table.  Waits for the device."""
+    kv_cache.check_slots(slot_mapping, key_cache.shape[0] * key_cache.shape[2])
+    if positions is None or not positions.numel():
+        return
+    first, last, rows = int(positions.min()), int(positions.max()), cos.shape[0]
+    if first < -rows or last >= rows:
+        raise IndexError(f"positions are from {first} to {last}, cos and sin have {rows} rows")
+
+
+_library = torch.library.Library("fusion_passes", "FRAGMENT")
+_library.define(
+    "rope_quant_kv_write(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor? positions, "
+    "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, Tensor? q_scale=None, Tensor? k_scale=None, "
+    "Tensor? v_scale=None, *, int rotary_dim, bool interleaved=False, float q_scale_factor=1.0, "
+    "bool q_scale_inverse=False, ScalarType? dtype=None) -> Tensor",
+    # A cache is written where it lies: a copy with other strides would be another cache.
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+_library.impl("rope_quant_kv_write", _cpu, "CPU")
+_library.impl("rope_quant_kv_write", _cuda, "CUDA")
+torch.library.register_fake("fusion_passes::rope_quant_kv_write", _fake, lib=_library)
+
+
+def rope_quant_kv_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    rotary_dim: int,
+    interleaved: bool = False,
+    q_scale_factor: float = 1.0,
+    q_scale_inverse: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Rotate query and key, write key and value into their slots of the caches in place, and return the query.
+
+    query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim]; any strides; bf16, fp16 or fp32.
+    cos, sin: [rows, rotary_dim] with one number for each dimension, or [rows, rotary_dim / 2] with one for each pair;
+    bf16, fp16 or fp32.  Row t belongs to token t, or row ``positions[t]`` if positions (int32 or int64 [tokens]) are
+    given; a negative one counts from the end.  A table [max_position, rotary_dim] of cos and sin side by side is
+    given as its two halves.
+    rotary_dim: how many dimensions of each head are turned, from the first; the rest passes.  interleaved: a pair is
+    2 i and 2 i + 1, not i and i + rotary_dim / 2.
+    key_cache, value_cache, slot_mapping, k_scale, v_scale: as in ``kv_cache_write``.
+    q_scale: fp32, one element; the query is ``saturate(query / (q_scale * q_scale_factor))``, or times that if
+    q_scale_inverse.  dtype: of the query that is returned; None: the cache's with a q_scale, else its own.
+
+    Returns [tokens, heads, head_dim], contiguous.  NaN stays NaN; what is too large for FP8 saturates.
+
+    Raises ValueError or TypeError for arguments without a meaning.  A slot or position outside of its tensor is an
+    IndexError on the CPU, and on a GPU with FUSION_PASSES_CHECK=1; otherwise the token is not written, and the position
+    is the nearest one.
+    """
+    out: Tensor = torch.ops.fusion_passes.rope_quant_kv_write(
+        *(query, key, value, cos, sin, positions, key_cache, value_cache, slot_mapping, q_scale, k_scale, v_scale),
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        q_scale_factor=q_scale_factor,
+        q_scale_inverse=q_scale_inverse,
+        dtype=dtype,
+    )
+    return out
