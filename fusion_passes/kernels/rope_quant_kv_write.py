@@ -1,7 +1,7 @@
 """RoPE, quantisation and the write into a KV cache in Triton, also the write alone: one kernel for all of it.
 
-A program takes BLOCK_T tokens and some of their heads: of the query, or the same ones of key and value. What it loads
-is turned and rounded in registers and leaves for the output or the token's slot.
+A program takes some heads of one token: of the query, or the same ones of key and value. What it loads is turned and
+rounded in registers and leaves for the output or the token's slot.
 """
 
 import torch
@@ -29,7 +29,7 @@ def _as_it_is(
     SCALED: tl.constexpr, INVERSE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """WIDTH dimensions of each head from FIRST on: quantised, not turned; bits of one dtype stay what they are."""
-    d = tl.arange(0, BLOCK)[None, None, :]
+    d = tl.arange(0, BLOCK)[None, :]
     x = tl.load(src + FIRST + d, mask=loaded & (d < WIDTH))
     if SCALED or src.dtype.element_ty != dst.dtype.element_ty:
         x = _rounded(x.to(tl.float32), scale, SCALED, INVERSE, LIMIT, dst.dtype.element_ty)
@@ -38,50 +38,47 @@ def _as_it_is(
 
 @triton.jit
 def _turned(
-    dst, src, loaded, stored, scale, cos, sin, of_token,
+    dst, src, loaded, stored, scale, cos, sin,
     HALF: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
     SCALED: tl.constexpr, INVERSE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """The first 2 * HALF dimensions of each head, turned and quantised.
 
-    dst, src: pointers [tokens, heads, 1] to a head each, with the masks loaded and stored. cos, sin: pointers
-    [tokens, 1, 1] to a row each, with the mask of_token. WIDE: a row has a number for each dimension.
+    dst, src: pointers [heads, 1] to a head each, with the masks loaded and stored. cos, sin: pointers to the token's
+    row. WIDE: it has a number for each dimension.
     """
-    d = tl.arange(0, BLOCK)[None, None, :]
-    tokens: tl.constexpr = src.shape[0]
-    heads: tl.constexpr = src.shape[1]
+    d = tl.arange(0, BLOCK)[None, :]
+    heads: tl.constexpr = src.shape[0]
     inside = d < HALF
     if INTERLEAVED:
-        both = tl.arange(0, 2 * BLOCK)[None, None, :]
+        both = tl.arange(0, 2 * BLOCK)[None, :]
         pairs = tl.load(src + both, mask=loaded & (both < 2 * HALF))
-        x1, x2 = tl.split(tl.reshape(pairs, [tokens, heads, BLOCK, 2]))
-        second = d * 2 + 1 if WIDE else d
-        first = d * 2 if WIDE else d
+        x1, x2 = tl.split(tl.reshape(pairs, [heads, BLOCK, 2]))
     else:
         x1 = tl.load(src + d, mask=loaded & inside)
         x2 = tl.load(src + HALF + d, mask=loaded & inside)
-        second = d + HALF
-        first = d
-    x1 = x1.to(tl.float32)
-    x2 = x2.to(tl.float32)
-    cos1 = tl.load(cos + first, mask=of_token & inside).to(tl.float32)
-    sin1 = tl.load(sin + first, mask=of_token & inside).to(tl.float32)
-    cos2 = cos1
-    sin2 = sin1
-    if WIDE:
-        cos2 = tl.load(cos + second, mask=of_token & inside).to(tl.float32)
-        sin2 = tl.load(sin + second, mask=of_token & inside).to(tl.float32)
+    if WIDE and INTERLEAVED:
+        cos1, cos2 = tl.split(tl.reshape(tl.load(cos + both, mask=both < 2 * HALF), [1, BLOCK, 2]))
+        sin1, sin2 = tl.split(tl.reshape(tl.load(sin + both, mask=both < 2 * HALF), [1, BLOCK, 2]))
+    else:
+        cos1 = tl.load(cos + d, mask=inside)
+        sin1 = tl.load(sin + d, mask=inside)
+        cos2 = tl.load(cos + HALF + d, mask=inside) if WIDE else cos1
+        sin2 = tl.load(sin + HALF + d, mask=inside) if WIDE else sin1
+    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+    cos1, cos2 = cos1.to(tl.float32), cos2.to(tl.float32)
+    sin1, sin2 = sin1.to(tl.float32), sin2.to(tl.float32)
     y1 = _rounded(x1 * cos1 - x2 * sin1, scale, SCALED, INVERSE, LIMIT, dst.dtype.element_ty)
     y2 = _rounded(x2 * cos2 + x1 * sin2, scale, SCALED, INVERSE, LIMIT, dst.dtype.element_ty)
     if INTERLEAVED:
-        turned = tl.reshape(tl.join(y1, y2), [tokens, heads, 2 * BLOCK])
+        turned = tl.reshape(tl.join(y1, y2), [heads, 2 * BLOCK])
         tl.store(dst + both, turned, mask=stored & (both < 2 * HALF))
     else:
         tl.store(dst + d, y1, mask=stored & inside)
         tl.store(dst + HALF + d, y2, mask=stored & inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "rows", "slots"])
+@triton.jit(do_not_specialize=["rows", "slots"])
 def _rope_quant_kv_write(
     out_ptr,
     q_ptr,
@@ -103,7 +100,6 @@ def _rope_quant_kv_write(
     sin_t,
     kc_p, kc_h, kc_s,
     vc_p, vc_h, vc_s,
-    tokens,
     rows,
     slots,
     q_scale_factor,
@@ -118,7 +114,6 @@ def _rope_quant_kv_write(
     Q_INVERSE: tl.constexpr,
     Q_LIMIT: tl.constexpr,
     CACHE_LIMIT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -130,37 +125,36 @@ def _rope_quant_kv_write(
     chunks: tl.constexpr = q_chunks + (KV_HEADS + BLOCK_KV - 1) // BLOCK_KV
     chunk = tl.program_id(0) % chunks
     # 64-bit offsets: a tensor can hold more than 2**31 elements.
-    t = ((tl.program_id(0) // chunks) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None, None]
-    of_token = t < tokens
+    t = (tl.program_id(0) // chunks).to(tl.int64)
     if HALF > 0:
         row = t
         if positions_ptr is not None:
-            row = tl.load(positions_ptr + t, mask=of_token, other=0).to(tl.int64)
+            row = tl.load(positions_ptr + t).to(tl.int64)
             row = tl.where(row < 0, row + rows, row)
             row = tl.minimum(tl.maximum(row, 0), rows - 1)
         cos = cos_ptr + row * cos_t
         sin = sin_ptr + row * sin_t
     if chunk < q_chunks:
-        h = (chunk * BLOCK_Q + tl.arange(0, BLOCK_Q))[None, :, None]
-        inside = of_token & (h < HEADS)
-        scale = q_scale_factor
+        q_head = (chunk * BLOCK_Q + tl.arange(0, BLOCK_Q))[:, None]
+        q_inside = q_head < HEADS
+        q_scale = q_scale_factor
         if q_scale_ptr is not None:
-            scale = tl.load(q_scale_ptr) * q_scale_factor
-        src = q_ptr + t * q_t + h.to(tl.int64) * q_h
-        dst = out_ptr + (t * HEADS + h) * HEAD_DIM
+            q_scale = tl.load(q_scale_ptr) * q_scale_factor
+        q_src = q_ptr + t * q_t + q_head.to(tl.int64) * q_h
+        q_dst = out_ptr + (t * HEADS + q_head) * HEAD_DIM
         _turned(
-            dst, src, inside, inside, scale, cos, sin, of_token,
+            q_dst, q_src, q_inside, q_inside, q_scale, cos, sin,
             HALF, BLOCK_HALF, WIDE, INTERLEAVED, Q_SCALED, Q_INVERSE, Q_LIMIT,
         )  # fmt: skip
         if 2 * HALF < HEAD_DIM:
             _as_it_is(
-                dst, src, inside, inside, scale,
+                q_dst, q_src, q_inside, q_inside, q_scale,
                 2 * HALF, HEAD_DIM - 2 * HALF, BLOCK_REST, Q_SCALED, Q_INVERSE, Q_LIMIT,
             )  # fmt: skip
     else:
-        h = ((chunk - q_chunks) * BLOCK_KV + tl.arange(0, BLOCK_KV))[None, :, None]
-        inside = of_token & (h < KV_HEADS)
-        slot = tl.load(slot_ptr + t, mask=of_token, other=-1).to(tl.int64)
+        h = ((chunk - q_chunks) * BLOCK_KV + tl.arange(0, BLOCK_KV))[:, None]
+        inside = h < KV_HEADS
+        slot = tl.load(slot_ptr + t).to(tl.int64)
         stored = inside & (slot >= 0) & (slot < slots)
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
@@ -168,31 +162,31 @@ def _rope_quant_kv_write(
         k_scale = 1.0
         if k_scale_ptr is not None:
             k_scale = tl.load(k_scale_ptr)
-        src = k_ptr + t * k_t + h * k_h
-        dst = key_cache_ptr + page * kc_p + h * kc_h + offset * kc_s
+        k_src = k_ptr + t * k_t + h * k_h
+        k_dst = key_cache_ptr + page * kc_p + h * kc_h + offset * kc_s
         if HALF > 0:
             _turned(
-                dst, src, inside, stored, k_scale, cos, sin, of_token,
+                k_dst, k_src, inside, stored, k_scale, cos, sin,
                 HALF, BLOCK_HALF, WIDE, INTERLEAVED, k_scale_ptr is not None, False, CACHE_LIMIT,
             )  # fmt: skip
         if 2 * HALF < HEAD_DIM:
             _as_it_is(
-                dst, src, inside, stored, k_scale,
+                k_dst, k_src, inside, stored, k_scale,
                 2 * HALF, HEAD_DIM - 2 * HALF, BLOCK_REST, k_scale_ptr is not None, False, CACHE_LIMIT,
             )  # fmt: skip
         v_scale = 1.0
         if v_scale_ptr is not None:
             v_scale = tl.load(v_scale_ptr)
-        src = v_ptr + t * v_t + h * v_h
-        dst = value_cache_ptr + page * vc_p + h * vc_h + offset * vc_s
+        v_src = v_ptr + t * v_t + h * v_h
+        v_dst = value_cache_ptr + page * vc_p + h * vc_h + offset * vc_s
         _as_it_is(
-            dst, src, inside, stored, v_scale,
+            v_dst, v_src, inside, stored, v_scale,
             0, HEAD_DIM, BLOCK_D, v_scale_ptr is not None, False, CACHE_LIMIT,
         )  # fmt: skip
 
 
-Config = tuple[int, int, int, int]
-"""BLOCK_T, BLOCK_Q and BLOCK_KV (heads), num_warps."""
+Config = tuple[int, int, int]
+"""BLOCK_Q and BLOCK_KV, heads in a program, and num_warps."""
 
 
 def launch(
@@ -269,9 +263,9 @@ def _launch(
         return
     query, key, value = _rows(query), _rows(key), _rows(value)
     cos, sin = _rows(cos), _rows(sin)
-    block_t, block_q, block_kv, num_warps = config or _config(tokens, heads, kv_heads, head_dim)
+    block_q, block_kv, num_warps = config or _config(tokens, heads, kv_heads, head_dim)
     half = rotary_dim // 2
-    programs = triton.cdiv(tokens, block_t) * (triton.cdiv(heads, block_q) + triton.cdiv(kv_heads, block_kv))
+    programs = tokens * (triton.cdiv(heads, block_q) + triton.cdiv(kv_heads, block_kv))
     _rope_quant_kv_write[(programs,)](
         out,
         query,
@@ -293,7 +287,6 @@ def _launch(
         *_strides(sin, 1),
         *_strides(key_cache, 3),
         *_strides(value_cache, 3),
-        tokens,
         cos.shape[0],
         slots,
         q_scale_factor,
@@ -308,7 +301,6 @@ def _launch(
         Q_INVERSE=q_scale_inverse,
         Q_LIMIT=_limit(out.dtype),
         CACHE_LIMIT=_limit(key_cache.dtype),
-        BLOCK_T=block_t,
         BLOCK_Q=block_q,
         BLOCK_KV=block_kv,
         BLOCK_HALF=_power(half),
@@ -338,4 +330,4 @@ def _power(n: int) -> int:
 
 def _config(tokens: int, heads: int, kv_heads: int, head_dim: int) -> Config:
     del tokens, head_dim
-    return 1, min(16, _power(heads)), min(8, _power(kv_heads)), 4
+    return min(16, _power(heads)), min(8, _power(kv_heads)), 4

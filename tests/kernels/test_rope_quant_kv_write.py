@@ -113,7 +113,7 @@ def test_against_the_reference(options):
     Problem(**options).check()
 
 
-@pytest.mark.parametrize("config", [(1, 4, 1, 1), (2, 8, 2, 4), (4, 2, 4, 2)], ids=str)
+@pytest.mark.parametrize("config", [(4, 1, 1), (8, 2, 4), (2, 4, 2)], ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_every_way_to_cut_the_work(config, interleaved):
     Problem(tokens=7, heads=6, kv_heads=3, rotary_dim=16, interleaved=interleaved).check(config)
