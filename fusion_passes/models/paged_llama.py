@@ -198,14 +198,14 @@ _NEEDLESS = ("rotary_emb.inv_freq", ".output_scale", ".weight_shape")
 
 
 @torch.no_grad()
-def load_hugging_face(model: PagedLlama, tensors: Mapping[str, Tensor]) -> set[str]:
+def load_hugging_face(model: PagedLlama, tensors: Mapping[str, Tensor]) -> list[set[str]]:
     """Load a Llama checkpoint: bf16 or fp16, or FP8 with one static `weight_scale` and `input_scale` a projection.
 
     tensors: by their names in the checkpoint; may read each when it is asked for. A projection becomes FP8Linear or
     nn.Linear as its weight is FP8 or not. What is fused here takes the largest scale of its parts: codes of the others
     are quantised again, which rounds them once more.
 
-    Returns the scales of attention that were found, of `q_scale`, `k_scale`, `v_scale` and `prob_scale`.
+    Returns the scales that were found for each layer's attention, of `q_scale`, `k_scale`, `v_scale`, `prob_scale`.
 
     Raises ValueError that names what is missing, left over, of another shape, or quantised in another way.
     """
@@ -229,7 +229,7 @@ def load_hugging_face(model: PagedLlama, tensors: Mapping[str, Tensor]) -> set[s
     left = [name for name in tensors if name not in reader.used and not name.endswith(_NEEDLESS)]
     if left := [name for name in left if not (model.config.tied and name == "lm_head.weight")]:
         raise ValueError(f"the checkpoint has tensors that this model has no place for: {_some(left)}")
-    return set.intersection(*found)
+    return found
 
 
 class _Reader:

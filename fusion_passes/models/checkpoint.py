@@ -1,0 +1,200 @@
+"""A folder in Hugging Face's layout (config.json, safetensors) as a `PagedLlama`, quantised at load if it is not yet.
+
+safetensors is imported where a file is read: `pip install fusion_passes[examples]`.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_passes.models.llama import Config, RopeScaling
+from fusion_passes.models.paged_llama import PagedLlama, load_hugging_face
+from fusion_passes.nn import Attention, AttentionMetadata, calibrate, process_weights_after_loading, quantize_
+
+QUANT_METHODS = ("fp8", "compressed-tensors", "modelopt")
+"""Of config.json's quantization_config: those that may mean static FP8, one scale for each weight."""
+CALIBRATION_LENGTH = 512
+"""Tokens that the calibration text is cut into."""
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """The tensors of a folder, each read from its file when it is asked for, to the CPU.
+
+    Raises FileNotFoundError, ImportError or ValueError, which say what is missing.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        try:
+            from safetensors import safe_open
+        except ImportError as error:
+            raise ImportError("safetensors reads the weights: pip install safetensors") from error
+        self.folder = Path(folder)
+        self.config = self._json("config.json")
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            files: dict[str, str] = self._json(index.name)["weight_map"]
+            if missing := sorted({file for file in files.values() if not (self.folder / file).exists()}):
+                raise FileNotFoundError(f"{self.folder} lacks {', '.join(missing)}, which its index names")
+            names = sorted(set(files.values()))
+        else:
+            names = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if not names:
+            raise FileNotFoundError(f"{self.folder} has no *.safetensors file; other formats are not read")
+        self._files: dict[str, Any] = {}
+        for name in names:
+            try:
+                file = safe_open(self.folder / name, framework="pt")
+            except Exception as error:  # safetensors' own error class, which its stub does not have
+                raise ValueError(f"{self.folder / name} is not a readable safetensors file: {error}") from error
+            self._files |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
+        if index.exists() and (missing := sorted(files.keys() - self._files.keys())):
+            raise ValueError(f"the files of {self.folder} lack {', '.join(missing[:8])}, which the index names")
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:  # Mapping's own reads the tensor
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        if not path.exists():
+            raise FileNotFoundError(f"{self.folder} has no {name}: a folder in Hugging Face's layout is needed")
+        try:
+            read: dict[str, Any] = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        return read
+
+
+def config_from_hugging_face(settings: Mapping[str, Any]) -> Config:
+    """The Config of a Llama's config.json, of transformers 4 or 5. Raises ValueError for what PagedLlama cannot do."""
+    if settings.get("model_type") != "llama":
+        raise ValueError(f"only Llama models are supported, config.json says {settings.get('model_type')!r}")
+    for name, only in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        if settings.get(name, only) != only:
+            raise ValueError(f"config.json: {name}={settings[name]!r} is not supported, only {only!r}")
+    rope = dict(settings.get("rope_scaling") or {}) | dict(settings.get("rope_parameters") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"config.json: RoPE of type {kind!r} is not supported, only 'default' and 'llama3'")
+    heads = settings["num_attention_heads"]
+    return Config(
+        hidden=settings["hidden_size"],
+        intermediate=settings["intermediate_size"],
+        layers=settings["num_hidden_layers"],
+        heads=heads,
+        kv_heads=settings.get("num_key_value_heads") or heads,
+        head_dim=settings.get("head_dim") or settings["hidden_size"] // heads,
+        vocab=settings["vocab_size"],
+        rope_base=float(rope.get("rope_theta", settings.get("rope_theta", 10_000.0))),
+        eps=settings.get("rms_norm_eps", 1e-6),
+        rope_scaling=None
+        if kind == "default"
+        else RopeScaling(
+            float(rope["factor"]),
+            float(rope["low_freq_factor"]),
+            float(rope["high_freq_factor"]),
+            int(rope["original_max_position_embeddings"]),
+        ),
+        tied=settings.get("tie_word_embeddings", False),
+        context=settings.get("max_position_embeddings", 2048),
+    )
+
+
+def load_folder(
+    folder: Path | str | Checkpoint, calibration: Tensor, *, device: torch.device | str | None = None, **options: Any
+) -> PagedLlama:
+    """The model of a folder with all projections in FP8.
+
+    What the checkpoint does not have is chosen on the calibration tokens, int [tokens]: the scales of weights and
+    inputs of a bf16 checkpoint, and scales of query, key and value that are missing, if the cache is FP8.
+    options: of PagedLlama.
+
+    Raises ValueError, FileNotFoundError or ImportError with what is wrong with the folder.
+    """
+    checkpoint = folder if isinstance(folder, Checkpoint) else Checkpoint(folder)
+    quantization = checkpoint.config.get("quantization_config") or {}
+    method = quantization.get("quant_method")
+    if quantization and method not in QUANT_METHODS:
+        raise ValueError(f"{checkpoint.folder} is quantised by {method!r}; known are {', '.join(QUANT_METHODS)} in FP8")
+    model = PagedLlama(
+        config_from_hugging_face(checkpoint.config), fp8=bool(quantization), device=device, **options
+    ).eval()
+    model.requires_grad_(False)
+    try:
+        found = load_hugging_face(model, checkpoint)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.folder}: {error}") from error
+    settle_scales(model, calibration, found)
+    return model
+
+
+def settle_scales(model: PagedLlama, calibration: Tensor, found: list[set[str]]) -> None:
+    """Run the model on calibration tokens, int [tokens], to choose all scales that it lacks.
+
+    Each nn.Linear but the head becomes FP8Linear. found: the scales that each layer's attention has already.
+    """
+    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and name != "head"]
+    missing = {
+        attention: [x for x in ("q", "k", "v") if attention.quantized and f"{x}_scale" not in given]
+        for attention, given in zip(model.attention_layers, found, strict=True)
+    }
+    if linears or any(missing.values()):
+        if not calibration.numel():
+            raise ValueError("the checkpoint lacks scales and there is no text to choose them on")
+        with _observed(missing):
+            if linears:
+                scales = calibrate(model, lambda: _prefill(model, calibration), filter=lambda name, _: name in linears)
+                quantize_(model, scales)
+            else:
+                _prefill(model, calibration)
+    process_weights_after_loading(model)
+
+
+@torch.no_grad()
+def _prefill(model: PagedLlama, tokens: Tensor) -> None:
+    """One pass over the tokens, in sequences of CALIBRATION_LENGTH, with a cache that is gone afterwards."""
+    length = min(CALIBRATION_LENGTH, model.config.context, len(tokens))
+    tokens = tokens[: len(tokens) // length * length].to(model.embedding.weight.device)
+    seqs, pages = len(tokens) // length, -(-length // model.block_size)
+    table = torch.arange(seqs * pages, dtype=torch.int32, device=tokens.device).view(seqs, pages)
+    model.allocate_cache(seqs * pages)
+    metadata = AttentionMetadata.from_lengths([length] * seqs, [length] * seqs, table, model.block_size)
+    last = torch.arange(1, seqs + 1, device=tokens.device) * length - 1
+    model(tokens, torch.arange(length, device=tokens.device).repeat(seqs), metadata, last)
+    for attention in model.attention_layers:
+        attention.bind_cache(None)
+
+
+@contextlib.contextmanager
+def _observed(missing: dict[Attention, list[str]]) -> Iterator[None]:
+    """Layers set the scales that they miss from the first batch that they see, before they use them."""
+
+    def observe(attention: nn.Module, args: tuple[Any, ...]) -> None:
+        assert isinstance(attention, Attention)
+        names = missing[attention]
+        for name, x in zip(("q", "k", "v"), args, strict=False):
+            if name in names:
+                limit = attention.get_buffer(f"{name}_range")
+                attention.set_scales(**{f"{name}_scale": x.float().abs().amax() / limit})
+        missing[attention] = []
+
+    handles = [attention.register_forward_pre_hook(observe) for attention in missing]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
