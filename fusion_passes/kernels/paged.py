@@ -19,15 +19,15 @@ def scale_or_one(scale_ptr):
 
 
 @triton.jit
-def to_fp8(x, DTYPE: tl.constexpr):
+def to_fp8(x, dtype: tl.constexpr):
     """fp32 x as FP8: what overflows saturates, NaN stays NaN."""
-    LIMIT: tl.constexpr = 448.0 if DTYPE == tl.float8e4nv else 57344.0
-    return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
+    LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
+    return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit
 def page_of(table_ptr, key, columns, pages, PAGE: tl.constexpr):
-    """The page (int64) of a key or of a tensor of keys. What lies outside the table or the cache becomes the nearest."""
+    """The page (int64) of a key or of a tensor of keys. Outside the table or the cache it is the nearest one."""
     page = tl.load(table_ptr + tl.minimum(key // PAGE, columns - 1))
     return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
 
@@ -48,9 +48,9 @@ def store_rows(
     neighbours, which goes to fp32 [tokens * heads, HEAD_DIM / GROUP_SIZE]. own: bool [ROWS], the rows to write.
     """
     dims = tl.arange(0, HEAD_DIM)
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     if out_scales_ptr is not None:
-        LIMIT: tl.constexpr = 448.0 if DTYPE == tl.float8e4nv else 57344.0
+        LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
         GROUPS: tl.constexpr = HEAD_DIM // GROUP_SIZE
         grouped = x.reshape([x.shape[0], GROUPS, GROUP_SIZE])
         scale = tl.reduce(tl.abs(grouped), 2, _larger) / LIMIT  # [ROWS, GROUPS]
@@ -58,10 +58,10 @@ def store_rows(
         x = (grouped / scale[:, :, None]).reshape([x.shape[0], HEAD_DIM])
         at = row[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
         tl.store(out_scales_ptr + at, scale, mask=own[:, None])
-    elif DTYPE.is_fp8():
+    elif dtype.is_fp8():
         x = x / scale_or_one(output_scale_ptr)
-    if DTYPE.is_fp8():
-        y = to_fp8(x, DTYPE)
+    if dtype.is_fp8():
+        y = to_fp8(x, dtype)
     else:
-        y = x.to(DTYPE)
+        y = x.to(dtype)
     tl.store(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], y, mask=own[:, None])

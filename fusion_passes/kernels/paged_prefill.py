@@ -8,13 +8,11 @@ An FP8 query meets FP8 keys in the FP8 matrix unit. Its partner in the product w
 exactly: Hopper's FP8 unit takes no V with head_dim innermost, and keeps few bits of a long sum.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, scale_or_one, store_rows, to_fp8
-from fusion_passes.quant import FP8_DTYPES, max_value
 
 SEARCHED = tl.constexpr(128)  # sequences looked at in one step of the search for a block's own
 
@@ -283,7 +281,8 @@ def launch(
     """Write the attention of all sequences with more than longer_than new tokens into out, and nothing else.
 
     Arguments as in `fusion_passes.ops.paged_attention`, validated; query and cache bf16, fp16 or FP8 (e4m3fn, e5m2),
-    head_dim a power of two from 16 to 256; at least one page in the cache and in the table. The tokens of shorter sequences and those of none are left as they are.
+    head_dim a power of two from 16 to 256; at least one page in the cache and in the table. The tokens of shorter
+    sequences and those of none are left as they are.
     out: contiguous [tokens, heads, head_dim], bf16, fp16 or FP8. out_scales: contiguous fp32 [tokens, heads * head_dim
     / group_size], written if given; the group divides head_dim, output_scale is None then, and out is FP8.
     config: (BLOCK_M, BLOCK_N, num_warps, num_stages), by shape if None. CPU tensors work in Triton's interpreter.
