@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,10 +16,12 @@ from torch.fx import Graph, Node
 
 from fusion_passes.graph import VIEWS, argument, aten, calls, is_tensor, is_view, same_shape, through_views, value
 from fusion_passes.idioms import Idiom, NearMiss
+from fusion_passes.idioms.opaque import OPAQUE, OpaqueOp
 from fusion_passes.idioms.reading import (
     CASTS,
     DIVISIONS,
     MULTIPLICATIONS,
+    OpCall,
     Unread,
     constant,
     depends_on,
@@ -29,14 +31,16 @@ from fusion_passes.idioms.reading import (
     is_finite,
     is_high_precision,
     number,
-    op_name,
+    op_call,
     read_all,
-    schema_name,
     shape_of,
     show,
     tensor_node,
 )
 from fusion_passes.quant import FP8_DTYPES, dtype_name
+
+QUANTIZED_DECOMPOSED = "quantized_decomposed::quantize_per_tensor"
+"""Rounds to whole numbers, also for FP8.  Inductor knows this op, so it is not among the opaque ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +57,7 @@ class Quantize(Idiom):
     rounding: "cast" where the cast rounds; "integer" where the graph rounds to whole numbers before.
     compute_dtype: the narrowest dtype in which the quotient is held before it is cast.
     opaque: the op's name where one op does it all, else None.
+    keeps_nan: NaN stays NaN; False where an op makes the largest code of it.
     views: those that stand inside the chain, in graph order; the FP8 codes go through them too.
     """
 
@@ -65,6 +70,7 @@ class Quantize(Idiom):
     compute_dtype: torch.dtype
     rounding: str = "cast"
     opaque: str | None = None
+    keeps_nan: bool = True
     views: tuple[Node, ...] = ()
 
     @property
@@ -85,6 +91,8 @@ class Quantize(Idiom):
             y = y.round()
         if self.clamp is not None:
             y = y.clamp(*self.clamp)
+        if not self.keeps_nan:
+            y = y.nan_to_num(torch.finfo(self.dtype).max, posinf=math.inf, neginf=-math.inf)
         return y.to(self.dtype)
 
 
@@ -94,9 +102,13 @@ def recognize(graph: Graph) -> Iterator[Quantize | NearMiss]:
 
 
 def _read(node: Node) -> Quantize | None:
-    if reader := OPAQUE.get(schema_name(node)):
-        return reader(node)
-    if not (calls(node, *CASTS) and is_tensor(node) and value(node).dtype in FP8_DTYPES and is_cast(node)):
+    if not is_tensor(node):
+        return None
+    if (call := op_call(node, among=OPAQUE)) is not None:
+        return _opaque(call, OPAQUE[call.name])
+    if (call := op_call(node, among=(QUANTIZED_DECOMPOSED,))) is not None:
+        return _read_quantized_decomposed(call)
+    if not (calls(node, *CASTS) and value(node).dtype in FP8_DTYPES and is_cast(node)):
         return None
     source = node.all_input_nodes[0]
     if not is_high_precision(source):
@@ -355,20 +367,42 @@ def _check_scale(node: Node, scale: Node, x: Node) -> None:
         raise Unread(node, "the scale is computed in the graph from the tensor itself: a dynamic quantisation")
 
 
-def _opaque(
-    node: Node,
-    scale: object,
-    dtype: torch.dtype,
-    *,
-    clamp: tuple[float, float],
-    rounding: str = "cast",
-) -> Quantize:
-    """A Quantize that one op does: divides in fp32 by `scale`, rounds, clamps and casts."""
-    x = tensor_node(argument(node, 0, "input"))
-    if x is None or not is_high_precision(x):
-        raise Unread(node, f"the input of {op_name(node)} is not a high-precision tensor")
+def _opaque(call: OpCall, op: OpaqueOp) -> Quantize | None:
+    """A quantisation by an op of the table."""
+    dtype = value(call.output).dtype
+    if dtype not in FP8_DTYPES or call.written != op.result:
+        return None
+    found = _one_op(call, call.arguments[op.input], call.arguments[op.scale], dtype, (-_limit(dtype), _limit(dtype)))
+    if op.device is not None and value(found.input).device.type != op.device:
+        raise Unread(call.output, f"{found.opaque} computes something else on {value(found.input).device.type}")
+    if not call.whole or not same_shape(value(call.output).shape, value(found.input).shape):
+        raise Unread(call.output, f"{found.opaque} writes to a part of a tensor, or to one of another shape")
+    return replace(found, keeps_nan=op.keeps_nan)
+
+
+def _read_quantized_decomposed(call: OpCall) -> Quantize | None:
+    """`quantize_per_tensor(input, scale, zero_point, quant_min, quant_max, dtype)`."""
+    name, given = call.name.replace("::", "."), call.arguments
+    dtype = given["dtype"]
+    if dtype not in FP8_DTYPES or not isinstance(dtype, torch.dtype):
+        return None
+    zero_point = constant(given["zero_point"])
+    if zero_point != 0.0:
+        shown = "not known" if zero_point is None else f"{zero_point:g}"
+        raise Unread(call.output, f"the zero point of {name} is {shown}, not 0")
+    low, high = constant(given["quant_min"]), constant(given["quant_max"])
+    if low is None or high is None:
+        raise Unread(call.output, f"the range of {name} is not constant")
+    return replace(_one_op(call, given["input"], given["scale"], dtype, (low, high)), rounding="integer")
+
+
+def _one_op(call: OpCall, x: object, scale: object, dtype: torch.dtype, clamp: tuple[float, float]) -> Quantize:
+    """A Quantize that one op does: in fp32, by `scale`, clamped and cast."""
+    node, name = call.output, call.name.replace("::", ".")
+    if not isinstance(x, Node) or not is_high_precision(x):
+        raise Unread(node, f"the input of {name} is not a high-precision tensor")
     chain = _Chain(node)
-    chain.rounding = rounding
+    chain.nodes |= call.nodes
     chain.low, chain.high = clamp
     chain.dtypes = {torch.float32}
     if not _is_scalar(scale):
@@ -378,50 +412,7 @@ def _opaque(
     if not is_finite(factor) or factor == 0.0:
         raise Unread(node, f"the scale is {factor:g}")
     chain.inverse, chain.factor = flipped, 1.0 / factor if flipped else factor
-    found = chain._finish(chain._widened(x))
-    return Quantize(**{**vars(found), "dtype": dtype, "opaque": op_name(node)})
-
-
-def _read_quantized_decomposed(node: Node) -> Quantize | None:
-    """`quantize_per_tensor(input, scale, zero_point, quant_min, quant_max, dtype)`: whole numbers, also for FP8."""
-    dtype = argument(node, 5, "dtype")
-    if dtype not in FP8_DTYPES or not isinstance(dtype, torch.dtype):
-        return None
-    zero_point = constant(argument(node, 2, "zero_point"))
-    if zero_point != 0.0:
-        shown = "not known" if zero_point is None else f"{zero_point:g}"
-        raise Unread(node, f"the zero point of {op_name(node)} is {shown}, not 0")
-    low, high = constant(argument(node, 3, "quant_min")), constant(argument(node, 4, "quant_max"))
-    if low is None or high is None:
-        raise Unread(node, f"the range of {op_name(node)} is not constant")
-    return _opaque(node, argument(node, 1, "scale"), dtype, clamp=(low, high), rounding="integer")
-
-
-def _read_torchao(node: Node) -> Quantize | None:
-    """`quantize_affine_float8_non_decomposed(tensor, scale, float8_dtype)`."""
-    return _read_saturating(node, "float8_dtype", torch.float8_e4m3fn)
-
-
-def _read_own(node: Node) -> Quantize | None:
-    """`quantize_fp8(x, scale, dtype)`."""
-    return _read_saturating(node, "dtype", None)
-
-
-def _read_saturating(node: Node, name: str, default: torch.dtype | None) -> Quantize | None:
-    """An op (x, scale, dtype) that divides in fp32 and saturates to the range of the dtype."""
-    dtype = argument(node, 2, name, default)
-    if dtype not in FP8_DTYPES or not isinstance(dtype, torch.dtype):
-        return None
-    limit = torch.finfo(dtype).max
-    return _opaque(node, argument(node, 1, "scale"), dtype, clamp=(-limit, limit))
-
-
-OPAQUE: dict[str, Callable[[Node], Quantize | None]] = {
-    "quantized_decomposed::quantize_per_tensor": _read_quantized_decomposed,
-    "torchao::quantize_affine_float8_non_decomposed": _read_torchao,
-    "fusion_passes::quantize_fp8": _read_own,
-}
-"""Ops that quantise in one call, by name, so that the packages that define them need not be there; one row per op."""
+    return replace(chain._finish(chain._widened(x)), dtype=dtype, opaque=name)
 
 
 def _limit(dtype: torch.dtype) -> float:
