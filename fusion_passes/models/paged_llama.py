@@ -140,9 +140,13 @@ class PagedLlama(nn.Module):
         for layer in self.attention_layers:
             layer.allocate_cache(pages)
 
-    def compile_layers(self, compile: Callable[[Any], Any]) -> None:
-        """compile: `torch.compile`, or `fusion_passes.compile` with its options; identity to undo it."""
-        self._begin, self._layer, self._end = compile(_begin), compile(_layer), compile(_end)
+    def compile_layers(self, compile: Callable[[Any], Any], *, ends: Callable[[Any], Any] | None = None) -> None:
+        """compile: `torch.compile`, or `fusion_passes.compile` with its options; identity to undo it.
+
+        ends: what compiles the embedding and the head; the same if None.
+        """
+        ends = compile if ends is None else ends
+        self._begin, self._layer, self._end = ends(_begin), compile(_layer), ends(_end)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, metadata: AttentionMetadata, rows: Tensor | None = None
