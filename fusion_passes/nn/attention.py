@@ -131,24 +131,27 @@ class Attention(nn.Module):
         return self.cache_dtype in FP8_DTYPES
 
     def allocate_cache(
-        self, pages: int, *, layout: Layout = "HND", device: torch.device | str | None = None
+        self, pages: int, *, layout: Layout | None = None, device: torch.device | str | None = None
     ) -> PagedKVCache:
-        """Give the layer a new cache of so many pages of block_size tokens, on its own device if None."""
+        """Give the layer a new cache of so many pages of block_size tokens, on its own device if None.
+
+        layout: what the backend prefers if None.
+        """
         cache = PagedKVCache(
             *(pages, self.block_size, self.num_kv_heads, self.head_dim, self.cache_dtype),
-            layout=layout,
+            layout=layout or self.backend.layouts[0],
             device=device or self._k_scale.device,
         )
         self.bind_cache(cache)
         return cache
 
     def allocate_static_cache(
-        self, batch: int, max_len: int, *, layout: Layout = "HND", device: torch.device | str | None = None
+        self, batch: int, max_len: int, *, layout: Layout | None = None, device: torch.device | str | None = None
     ) -> StaticKVCache:
         """Give the layer a new cache with one contiguous stretch for each sequence."""
         cache = StaticKVCache(
             *(batch, max_len, self.num_kv_heads, self.head_dim, self.cache_dtype),
-            layout=layout,
+            layout=layout or self.backend.layouts[0],
             device=device or self._k_scale.device,
         )
         self.bind_cache(cache)
@@ -164,9 +167,8 @@ class Attention(nn.Module):
             )
             if found != wanted:
                 raise ValueError(f"the layer needs a cache of (kv heads, head_dim, dtype) {wanted}, got {found}")
-            pages = self.backend.page_sizes
-            if pages is not None and cache.page_size not in pages:
-                raise ValueError(f"backend {self.backend.name} has page sizes {pages}, not {cache.page_size}")
+            if reasons := self.backend.why_not_cache(cache):
+                raise ValueError(f"backend {self.backend.name} cannot read this cache: {'; '.join(reasons)}")
         self.kv_cache = cache
 
     def forward(
@@ -177,17 +179,22 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
         *,
         output_scale: Tensor | None = None,
+        output_group_size: int | None = None,
         output_dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """query: [tokens, num_heads, head_dim]; key, value: [tokens, num_kv_heads, head_dim]; any strides.
 
         Each may also be FP8 codes of cache_dtype, already quantised with the layer's scale for it.
         key and value None: nothing is written, for a layer that reads what another one has written.
         output_scale: fp32, one element: the output leaves as FP8 codes, of output_dtype (cache_dtype if None).
+        output_group_size: the output leaves as FP8 codes with a scale, chosen on the way, for each so many columns of a
+        head.
 
-        Returns [tokens, num_heads, head_dim], in the layer's dtype if there is no output_scale. Padding is 0.
+        Returns [tokens, num_heads, head_dim], in the layer's dtype if it leaves unquantised, and with output_group_size
+        the fp32 scales, [tokens, num_heads, head_dim // output_group_size], as well. Padding is 0.
         """
-        cache = self._checked_cache(query, key, value, output_scale, output_dtype)
+        cache = self._checked_cache(query, key, value)
+        self._check_output(output_scale, output_group_size, output_dtype)
         if self.calculate_kv_scales:
             self._calculate_scales(query, key, value, metadata)
         k_scale, v_scale = (self._k_scale, self._v_scale) if self.quantized else (None, None)
@@ -195,7 +202,7 @@ class Attention(nn.Module):
             scales = (None, None) if key.dtype in FP8_DTYPES else (k_scale, v_scale)
             kv_cache_write(key, value, cache.key, cache.value, metadata.slot_mapping, *scales)
         out_dtype = self.dtype
-        if output_scale is not None:
+        if output_scale is not None or output_group_size is not None:
             out_dtype = output_dtype or (self.cache_dtype if self.quantized else native_dtype(torch.float8_e4m3fn))
         if self.quantize_query and query.dtype not in FP8_DTYPES:
             query = quantize(query, self._q_scale, self.cache_dtype)
@@ -209,6 +216,7 @@ class Attention(nn.Module):
             window=self.window,
             softcap=self.softcap,
             dtype=out_dtype,
+            group_size=output_group_size,
         )
 
     def set_scales(self, **values: Tensor | float) -> None:
@@ -293,8 +301,6 @@ class Attention(nn.Module):
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        output_scale: Tensor | None,
-        output_dtype: torch.dtype | None,
     ) -> PagedKVCache:
         if self.kv_cache is None:
             raise RuntimeError("the layer has no cache: call allocate_cache, allocate_static_cache or bind_cache")
@@ -307,16 +313,27 @@ class Attention(nn.Module):
             raise TypeError(f"the layer is for queries of {self.dtype}, got {query.dtype}")
         if query.dtype in FP8_DTYPES and not self.backend.supports_quant_query_input:
             raise TypeError(f"backend {self.backend.name} takes no FP8 queries")
+        if query.device.type not in self.backend.devices:
+            raise ValueError(
+                f"backend {self.backend.name} runs on {', '.join(self.backend.devices)}, not {query.device}"
+            )
         if self._k_scale.device != query.device:
             raise ValueError(f"the scales are on {self._k_scale.device}, the query is on {query.device}")
-        if output_scale is None:
-            if output_dtype is not None:
-                raise ValueError("output_dtype goes with output_scale")
-        else:
-            spec = QuantSpec(output_dtype or torch.float8_e4m3fn)
-            if not self.backend.supports_fused_output_quant(spec):
-                raise ValueError(f"backend {self.backend.name} has no output quantised as {spec}")
         return self.kv_cache
+
+    def _check_output(self, scale: Tensor | None, group_size: int | None, dtype: torch.dtype | None) -> None:
+        if scale is None and group_size is None:
+            if dtype is not None:
+                raise ValueError("output_dtype goes with output_scale or output_group_size")
+            return
+        if scale is not None and group_size is not None:
+            raise ValueError("output_scale is one given scale, output_group_size asks for many: give one of them")
+        if group_size is not None and (group_size < 1 or self.head_dim % group_size):
+            raise ValueError(f"output_group_size must divide head_dim, {self.head_dim}, got {group_size}")
+        dtype = dtype or torch.float8_e4m3fn
+        spec = QuantSpec(dtype) if group_size is None else QuantSpec(dtype, "group", group_size, static=False)
+        if not self.backend.supports_fused_output_quant(spec):
+            raise ValueError(f"backend {self.backend.name} has no output quantised as {spec}")
 
     def _native_scale(self, name: str, value: Tensor | float) -> Tensor:
         scale = torch.as_tensor(value, dtype=torch.float32).detach()

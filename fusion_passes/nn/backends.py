@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusion_passes.nn.kv_cache import AttentionMetadata, PagedKVCache
-from fusion_passes.ops import paged_attention
+from fusion_passes.nn import flex
+from fusion_passes.nn.kv_cache import STATIC_PAGE_MULTIPLE, AttentionMetadata, Layout, PagedKVCache, StaticKVCache
+from fusion_passes.ops import paged_attention, paged_attention_group_quant
 from fusion_passes.quant import FP8_DTYPES, QuantSpec
 
 
@@ -31,7 +32,10 @@ class Request:
 
 
 class AttentionBackend:
-    """A way to compute attention over a cache. None in a field means any."""
+    """A way to compute attention over a cache. None in a field means any.
+
+    The fields are what docs/attention.md shows as the support matrix.
+    """
 
     name: ClassVar[str]
     supports_quant_query_input: ClassVar[bool] = False
@@ -40,8 +44,15 @@ class AttentionBackend:
     supports_window: ClassVar[bool] = False
     supports_softcap: ClassVar[bool] = False
     supports_sinks: ClassVar[bool] = False
+    ignores_hidden_values: ClassVar[bool] = True
+    """Slots that a query does not see may hold anything. False: finite numbers only, NaN there may spread."""
     head_dims: ClassVar[tuple[int, ...] | None] = None
     page_sizes: ClassVar[tuple[int, ...] | None] = None
+    """Of paged caches. Those of static caches, multiples of 128, all backends take."""
+    layouts: ClassVar[tuple[Layout, ...]] = ("HND", "NHD")
+    """In order of preference."""
+    max_cache_elements: ClassVar[int | None] = None
+    """Of the keys, and as many of the values."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     cache_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
@@ -77,6 +88,19 @@ class AttentionBackend:
         return reasons + [f"it has no {what.removeprefix('a ')}" for what, asked, has in flags if asked and not has]
 
     @classmethod
+    def why_not_cache(cls, cache: PagedKVCache) -> list[str]:
+        """Every reason why this backend cannot read this cache; empty if it can."""
+        reasons = []
+        static = isinstance(cache, StaticKVCache) and cache.page_size % STATIC_PAGE_MULTIPLE == 0
+        if cls.page_sizes is not None and not static and cache.page_size not in cls.page_sizes:
+            reasons.append(f"page size {cache.page_size} is not among {', '.join(map(str, cls.page_sizes))}")
+        if cache.layout not in cls.layouts:
+            reasons.append(f"layout {cache.layout} is not among {', '.join(cls.layouts)}")
+        if cls.max_cache_elements is not None and cache.key.numel() > cls.max_cache_elements:
+            reasons.append(f"{cache.key.numel()} elements are more than {cls.max_cache_elements}")
+        return reasons
+
+    @classmethod
     def attend(
         cls,
         query: Tensor,
@@ -93,28 +117,30 @@ class AttentionBackend:
         window: int | None,
         softcap: float,
         dtype: torch.dtype,
-    ) -> Tensor:
-        """query: [tokens, heads, head_dim]. Returns the same shape in dtype. The rest as in ``ops.paged_attention``."""
+        group_size: int | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """query: [tokens, heads, head_dim]. Returns the same shape in dtype. The rest as in ``ops.paged_attention``.
+
+        group_size: if not None, returns what ``ops.paged_attention_group_quant`` does.
+        """
         raise NotImplementedError
 
 
-class SDPA(AttentionBackend):
-    """Gathers the pages and computes in fp32, in plain torch: the reference, on the CPU and on a GPU."""
+class PagedAttentionOp(AttentionBackend):
+    """``ops.paged_attention``, in one of its implementations."""
 
-    name = "sdpa"
+    implementation: ClassVar[str]
     supports_quant_query_input = True
     supports_quant_probs = True
     supports_window = True
     supports_softcap = True
     supports_sinks = True
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    cache_dtypes = (torch.bfloat16, torch.float16, torch.float32, *FP8_DTYPES)
     devices = ("cpu", "cuda")
 
     @classmethod
     def supports_fused_output_quant(cls, spec: QuantSpec) -> bool:
-        """Static, one scale for the tensor."""
-        return spec.static and spec.granularity == "tensor"
+        """Static with one scale for the tensor, or dynamic with one for each group."""
+        return spec.granularity == ("tensor" if spec.static else "group")
 
     @classmethod
     def attend(
@@ -133,35 +159,113 @@ class SDPA(AttentionBackend):
         window: int | None,
         softcap: float,
         dtype: torch.dtype,
-    ) -> Tensor:
-        """``ops.paged_attention`` by gathering."""
+        group_size: int | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The op, or the one with scales per group."""
+        batch = (query, cache.key, cache.value, metadata.block_table, metadata.query_start, metadata.seq_lens)
+        scales = (q_scale, k_scale, v_scale, prob_scale)
+        if group_size is not None:
+            return paged_attention_group_quant(
+                *(*batch, *scales, sinks),
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                dtype=dtype,
+                max_query_len=metadata.max_query_len,
+                implementation=cls.implementation,
+                group_size=group_size,
+            )
         return paged_attention(
-            *(query, cache.key, cache.value, metadata.block_table, metadata.query_start, metadata.seq_lens),
-            *(q_scale, k_scale, v_scale, prob_scale, output_scale, sinks),
+            *(*batch, *scales, output_scale, sinks),
             scale=scale,
             window=window,
             softcap=softcap,
             dtype=dtype,
             max_query_len=metadata.max_query_len,
-            implementation="gather",
+            implementation=cls.implementation,
         )
 
 
+class Triton(PagedAttentionOp):
+    """The kernels of this library; on the CPU their reference."""
+
+    name = "triton"
+    implementation = "auto"
+    head_dims = (16, 32, 64, 128, 256)
+    cache_dtypes = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Flex(AttentionBackend):
+    """FlexAttention over the pages where they lie: for head sizes that our kernels do not have."""
+
+    name = "flex"
+    supports_window = True
+    supports_softcap = True
+    supports_sinks = True
+    ignores_hidden_values = False
+    page_sizes = (16, 32, 64, 128, 256)
+    layouts = ("NHD",)  # of which the pages in a row are one long sequence
+    max_cache_elements = 2**31 - 1  # its kernels count in int32
+
+    @classmethod
+    def attend(
+        cls,
+        query: Tensor,
+        cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        q_scale: Tensor | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+        prob_scale: Tensor | None,
+        output_scale: Tensor | None,
+        sinks: Tensor | None,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        dtype: torch.dtype,
+        group_size: int | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``flex.attention``; scales belong to FP8 and are None."""
+        del q_scale, k_scale, v_scale, prob_scale, output_scale, dtype, group_size
+        return flex.attention(
+            *(query, cache.key, cache.value, metadata.block_table, metadata.query_start, metadata.seq_lens, sinks),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            max_query_len=metadata.max_query_len,
+        )
+
+
+class SDPA(PagedAttentionOp):
+    """Gathers the pages and computes in fp32, in plain torch: the reference, on the CPU and on a GPU."""
+
+    name = "sdpa"
+    implementation = "gather"
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    cache_dtypes = (torch.bfloat16, torch.float16, torch.float32, *FP8_DTYPES)
+
+
 # In order of preference.
-BACKENDS: tuple[type[AttentionBackend], ...] = (SDPA,)
+BACKENDS: tuple[type[AttentionBackend], ...] = (Triton, Flex, SDPA)
 
 
 def choose(name: str, request: Request) -> type[AttentionBackend]:
     """The backend of this name, or for "auto" the first that can do what is asked.
 
+    Where the device is not known yet, "auto" takes only what runs on every one.
+
     Raises ValueError, with every reason of every backend that was considered, if there is none.
     """
     considered = [backend for backend in BACKENDS if name in ("auto", backend.name)]
+    anywhere = name == "auto" and request.device is None
     if not considered:
         raise ValueError(f"backend must be 'auto' or one of {[b.name for b in BACKENDS]}, got {name!r}")
     refusals = []
     for backend in considered:
         reasons = backend.why_unsupported(request)
+        if anywhere and "cpu" not in backend.devices:
+            reasons.append(f"the device is not known, it needs {' or '.join(backend.devices)}")
         if not reasons:
             return backend
         refusals.append(f"{backend.name}: {'; '.join(reasons)}")

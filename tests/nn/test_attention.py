@@ -15,7 +15,6 @@ from fusion_passes.nn import (
     AttentionMetadata,
     PagedKVCache,
     StaticKVCache,
-    backends,
     process_weights_after_loading,
 )
 from fusion_passes.quant import codes, dequantize, quantize
@@ -341,27 +340,6 @@ def test_cache_layouts():
     static = StaticKVCache(3, 130, 2, 8, BF16)
     assert static.page_size == 256
     assert static.block_table.tolist() == [[0], [1], [2]]
-
-
-class Narrow(backends.AttentionBackend):
-    name = "narrow"
-    head_dims = (128,)
-    devices = ("cuda",)
-
-
-def test_a_backend_says_what_it_cannot_do(monkeypatch):
-    monkeypatch.setattr(backends, "BACKENDS", (Narrow, backends.SDPA))
-    assert Attention(4, 2, 16).backend is backends.SDPA
-    assert Attention(4, 2, 128, dtype=BF16, device="meta").backend is Narrow
-    with pytest.raises(ValueError) as error:
-        layer(backend="narrow", window=4, quantize_query=True, device="cpu")
-    assert str(error.value) == (
-        "no attention backend can do this layer:\n  narrow: head size 16 is not among 128; cache dtype "
-        "torch.float8_e4m3fn is not among torch.bfloat16, torch.float16; device cpu is not among cuda; it has no "
-        "quantised queries; it has no sliding window"
-    )
-    with pytest.raises(ValueError, match="backend must be 'auto' or one of"):
-        layer(backend="fast")
 
 
 def test_bad_arguments():
