@@ -12,11 +12,17 @@ import torch
 from torch import SymInt, Tensor
 
 from fusion_passes import reference
-from fusion_passes.ops import kv_cache
+from fusion_passes.ops import kv_cache, support
 from fusion_passes.quant import FP8_DTYPES, QuantSpec, choose_scale, quantize
 from fusion_passes.symbolic import known
 
-IMPLEMENTATIONS = ("auto", "gather")
+IMPLEMENTATIONS = ("auto", "triton", "gather")
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+KERNEL_HEAD_DIMS = (16, 32, 64, 128, 256)
+MAX_SEQUENCES = 65535
+"""Of a CUDA grid's third dimension."""
+ROW_BYTES = 16
+"""What the kernels copy at a time."""
 GATHER_BYTES = 1 << 28
 """What ``gather`` aims to use for the keys, values and scores of the sequences that it takes at a time."""
 
@@ -192,7 +198,77 @@ def _cpu(a: PagedAttentionArguments) -> Result:
 def _cuda(a: PagedAttentionArguments) -> Result:
     if kv_cache.values_are_checked(a.query.device):
         a.check_values()
+    why = "it was not asked for" if a.implementation == "gather" else why_unsupported(a)
+    if why is None:
+        with torch.cuda.device(a.query.device):
+            return _kernels(a)
+    if a.implementation == "triton":
+        raise NotImplementedError(f"the Triton kernels do not support this call: {why}; implementation='auto' does")
     return gather(a)
+
+
+def why_unsupported(a: PagedAttentionArguments, capability: support.Capability | None = None) -> str | None:
+    """Why ``implementation="auto"`` gathers the pages of these tensors, or None if the kernels take them.
+
+    capability: of a device to ask about, query's own if None.
+    """
+    capability = capability or support.device_capability(a.query.device)
+    tensors = {"query": a.query, "the cache": a.key_cache}
+    dtypes = {name: x.dtype for name, x in tensors.items()} | {"the output": a.out_dtype}
+    if capability is None or support.triton_version() is None:
+        return "they need an NVIDIA GPU and Triton"
+    if capability < (8, 0) or (capability < (8, 9) and any(x in FP8_DTYPES for x in dtypes.values())):
+        return f"they need compute capability 8.0, and 8.9 for FP8, this is {capability[0]}.{capability[1]}"
+    for name, dtype in dtypes.items():
+        if dtype not in KERNEL_DTYPES:
+            return f"{name} is {dtype}, they have bfloat16, float16, float8_e4m3fn and float8_e5m2"
+    pages, _, _, head_dim = a.key_cache.shape
+    seqs, columns = a.block_table.shape
+    if head_dim not in KERNEL_HEAD_DIMS:
+        return f"head_dim is {head_dim}, they have {', '.join(map(str, KERNEL_HEAD_DIMS))}"
+    if not 0 < seqs <= MAX_SEQUENCES or columns == 0 or pages == 0:
+        return f"{seqs} sequences with {columns} of {pages} pages, they need 1 to {MAX_SEQUENCES} and a page"
+    for cache in (a.key_cache, a.value_cache):
+        starts = (cache.data_ptr(), *(stride * cache.itemsize for stride in cache.stride()[:3]))
+        if any(start % ROW_BYTES for start in starts):
+            return f"the rows of the cache must start at multiples of {ROW_BYTES} bytes"
+    return None
+
+
+def _kernels(a: PagedAttentionArguments) -> Result:
+    """Sequences with few new tokens by one kernel, those with many by another, each sorted out on the device."""
+    from fusion_passes.kernels import paged_decode, paged_prefill
+
+    result = a.empty()
+    out, out_scales = result if isinstance(result, tuple) else (result, None)
+    tokens = a.query.shape[0]
+    if out.numel() == 0:
+        return result
+    tensors = (
+        *(a.query if a.query.stride(2) == 1 else a.query.contiguous(), a.key_cache, a.value_cache),
+        *(a.block_table if a.block_table.stride(1) == 1 else a.block_table.contiguous(),),
+        *(a.query_start.contiguous(), a.seq_lens.contiguous()),
+        *(a.q_scale, a.k_scale, a.v_scale, a.prob_scale, a.output_scale, a.sinks),
+    )
+    longest = tokens if a.max_query_len is None else min(int(a.max_query_len), tokens)
+    few = max(1, min(longest, paged_decode.MAX_QUERY_LEN))
+    paged_decode.launch(
+        *(out, out_scales, *tensors),
+        scale=a.scale,
+        window=a.window,
+        softcap=a.softcap,
+        max_query_len=few,
+        mixed=a.block_table.shape[0] > 1 and (a.max_query_len is None or longest > few),
+    )
+    if longest > few:
+        paged_prefill.launch(
+            *(out, None if out_scales is None else out_scales.flatten(1), *tensors),
+            scale=a.scale,
+            window=a.window,
+            softcap=a.softcap,
+            longer_than=few,
+        )
+    return result
 
 
 def gather(a: PagedAttentionArguments) -> Result:
@@ -321,13 +397,14 @@ def paged_attention(
     seq_lens: int32 [seqs], cached and new tokens together. The last query sees all keys, the one before all but one.
     q_scale, k_scale, v_scale, prob_scale, output_scale: fp32, one element, read on the device in each call; None: 1.
     prob_scale: if given, ``exp(logit - row maximum)`` goes into the product with V as FP8 codes of the cache's dtype;
-    the sum of the softmax is over the unquantised numbers.
+    the sum of the softmax is over the unquantised numbers. The kernels take the maximum of the keys seen so far.
     sinks: [heads], a logit for each head that takes its share of the softmax and has no value.
     scale: of the logits. softcap: ``softcap * tanh(logit / softcap)``, after all scales; 0 for none.
     window: of keys that a query sees, its own among them; None for all.
     dtype: of the output, query's if None. FP8 output is ``saturate(attention / output_scale)``, from fp32.
     max_query_len: no sequence has more new tokens. A promise that saves work: 1 when all sequences decode.
-    implementation: "gather", or "auto" for the best that there is. On the CPU both are the reference.
+    implementation: on a GPU "triton" for the kernels, NotImplementedError where they cannot; "gather" for plain torch,
+    slow; "auto" for "triton" unless ``why_unsupported`` has a reason. On the CPU all are the reference.
 
     Returns contiguous [tokens, heads, head_dim]. A token beyond query_start[-1], or of a sequence of length 0, is 0.
     What is not visible to any query is never multiplied, so stale NaN in unused slots stays there.

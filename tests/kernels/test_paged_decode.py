@@ -1,0 +1,223 @@
+"""The split-KV decode kernel against the fp32 reference. On a card if there is one, else interpreted.
+
+Every cache is full of NaN where no token is, every output memory before it is written.
+"""
+
+import math
+
+import pytest
+import torch
+
+from fusion_passes import reference
+from fusion_passes.kernels.paged_decode import Plan, launch, plan
+from fusion_passes.quant import FP8_DTYPES, QuantSpec, choose_scale, codes, quantize
+
+# Infinities and NaN are numbers here; NumPy, in the interpreter, warns of them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
+SCALES = {"q_scale": 0.017, "k_scale": 0.013, "v_scale": 0.0071}
+OUTPUT_SCALE = 0.0043
+# (new tokens, all tokens)
+ONE = ((1, 37), (1, 1), (0, 0), (1, 64), (1, 65), (0, 9), (1, 0))
+FEW = ((3, 37), (1, 1), (0, 0), (4, 4), (2, 65), (4, 63))
+
+
+def poisoned(*shape, dtype):
+    return torch.full((*shape, dtype.itemsize), 0x7F, dtype=torch.uint8, device=DEVICE).view(dtype).squeeze(-1)
+
+
+class Problem:
+    """Sequences in a shuffled cache of NaN, a strided query, and two tokens more than the sequences have."""
+
+    def __init__(self, lengths, heads=4, kv_heads=2, head_dim=32, page_size=16, cache=E4M3, query=BF16, layout="HND"):
+        columns = max(1, max(-(-n // page_size) for _, n in lengths) + 1)
+        pages = len(lengths) * columns
+        shape = (pages, kv_heads, page_size, head_dim)
+        order = shape if layout == "HND" else (pages, page_size, kv_heads, head_dim)
+        self.key, self.value = (
+            poisoned(*order, dtype=cache).transpose(1, 2) if layout == "NHD" else poisoned(*order, dtype=cache)
+            for _ in range(2)
+        )
+        self.table = torch.randperm(pages, device=DEVICE).int().view(len(lengths), columns)
+        for s, (_, n) in enumerate(lengths):
+            at = torch.arange(n, device=DEVICE)
+            page, slot = self.table[s, at // page_size].long(), at % page_size
+            for half, offset, name in ((self.key, 0.0, "k_scale"), (self.value, 0.3, "v_scale")):
+                x = torch.randn(n, kv_heads, head_dim, device=DEVICE) + offset
+                x = quantize(x, SCALES[name], cache) if cache in FP8_DTYPES else x.to(cache)
+                reference.bits(half)[page, :, slot] = reference.bits(x)
+        counts = torch.tensor([q for q, _ in lengths])
+        self.total = int(counts.sum())
+        self.start = torch.cat([torch.zeros(1), counts.cumsum(0)]).int().to(DEVICE)
+        self.lengths = torch.tensor([n for _, n in lengths], dtype=torch.int32, device=DEVICE)
+        packed = torch.randn(self.total + 2, heads + 3, head_dim, device=DEVICE)
+        packed[self.total :] = torch.nan
+        x = packed[:, 1 : heads + 1]
+        self.query = (
+            quantize(packed, SCALES["q_scale"], query)[:, 1 : heads + 1] if query in FP8_DTYPES else x.to(query)
+        )
+        scales = {n: torch.tensor(x, device=DEVICE) for n, x in SCALES.items()}
+        self.scales = {"k_scale": None, "v_scale": None} | ({} if cache not in FP8_DTYPES else scales)
+        self.scales["q_scale"] = scales["q_scale"] if query in FP8_DTYPES else None
+
+    def run(self, dtype=BF16, *, group_size=None, splits=None, scale=0.31, max_query_len=None, config=None, **options):
+        """The output (and its scales), and the fp32 reference."""
+        rest = {"prob_scale": None, "sinks": None, **self.scales, **options}
+        logic = {"scale": scale, "window": rest.pop("window", None), "softcap": rest.pop("softcap", 0.0)}
+        batch = (self.query, self.key, self.value, self.table, self.start, self.lengths)
+        want = reference.paged_attention(*batch, output_scale=None, **rest, **logic, dtype=torch.float32)
+        output_scale = torch.tensor([OUTPUT_SCALE], device=DEVICE) if dtype in FP8_DTYPES and not group_size else None
+        tokens, heads, head_dim = self.query.shape
+        out = poisoned(tokens, heads, head_dim, dtype=dtype)
+        scales = poisoned(tokens, heads, head_dim // group_size, dtype=torch.float32) if group_size else None
+        most = max_query_len or max(int(self.start.diff().max()), 1)
+        if splits is not None:
+            rows = most * heads // self.key.shape[1]
+            block_m = 16 if rows <= 16 else 32
+            config = Plan(block_m, math.ceil(rows / block_m), 64, splits)
+        launch(out, scales, *batch, output_scale=output_scale, **rest, **logic, max_query_len=most, config=config)
+        return (out, scales, want) if group_size else (out, want)
+
+
+def check(out, want, divisor=OUTPUT_SCALE, share=0.03):
+    """What the rounding of probabilities and shares to fp16 allows. share: of FP8 codes that may differ at all."""
+    assert not want.isnan().any()
+    assert (out.float()[want.abs().amax((1, 2)) == 0] == 0).all()
+    slack = want.abs().max() * (2**-8 if out.dtype is BF16 else 2**-11)
+    if out.dtype in FP8_DTYPES:
+        low, middle, high = (codes(quantize(x, divisor, out.dtype)) for x in (want - slack, want, want + slack))
+        got = codes(out)
+        assert ((got >= low - 1) & (got <= high + 1)).all()
+        assert (got != middle).float().mean() <= share
+    else:
+        eps = torch.finfo(out.dtype).eps
+        assert (out.float() - want).norm() <= eps * want.norm()
+        assert ((out.float() - want).abs() <= eps * want.abs() + slack).all()
+
+
+CASES = {
+    "one token, bf16": (ONE, {}, {}),
+    "one token, FP8 throughout": (ONE, {"query": E4M3}, {"dtype": E4M3}),
+    "fp16 query, e5m2 output": (ONE, {"query": FP16}, {"dtype": E5M2}),
+    "e5m2 cache": (FEW, {"cache": E5M2, "query": E4M3}, {"dtype": E4M3}),
+    "bf16 cache": (FEW, {"cache": BF16}, {}),
+    "bf16 cache, FP8 query": (ONE, {"cache": BF16, "query": E4M3}, {"dtype": E4M3}),
+    "fp16 cache": (FEW, {"cache": FP16, "query": FP16}, {"dtype": FP16}),
+    "NHD": (FEW, {"layout": "NHD"}, {"dtype": E4M3}),
+    "page 64": (FEW, {"page_size": 64}, {}),
+    "page 256": (ONE, {"page_size": 256}, {}),
+    "page 48": (FEW, {"page_size": 48, "layout": "NHD"}, {}),
+    "group of 5": (FEW, {"heads": 5, "kv_heads": 1}, {"dtype": E4M3}),
+    "MHA": (ONE, {"heads": 3, "kv_heads": 3, "head_dim": 64}, {}),
+    "32 rows": (((8, 70), (2, 2), (5, 9)), {"heads": 4, "kv_heads": 1}, {}),
+    "window": (FEW, {}, {"window": 7, "dtype": E4M3}),
+    "window, one token": (ONE, {"query": E4M3, "page_size": 64}, {"window": 30}),
+    "softcap": (FEW, {}, {"softcap": 0.9}),
+    "softcap, FP8 query": (ONE, {"query": E4M3}, {"softcap": 0.9}),
+    "sinks": (FEW, {}, {"sinks": (0.5, -3.0, -math.inf, 2.0)}),
+    "all": (
+        FEW,
+        {"layout": "NHD", "query": E4M3},
+        {"window": 19, "softcap": 2.0, "sinks": (0.5, -1.0, 3.0, 0.0), "dtype": E4M3},
+    ),
+    "negative scale": (ONE, {}, {"scale": -0.31}),
+    "scale 0": (FEW, {"query": E4M3}, {"scale": 0.0}),
+    "nothing to do": (((0, 0), (0, 3)), {}, {"dtype": E4M3}),
+}
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_against_reference(case, splits):
+    lengths, shape, options = CASES[case]
+    if "sinks" in options:
+        options = options | {"sinks": torch.tensor(options["sinks"], device=DEVICE)}
+    check(*Problem(lengths, **shape).run(splits=splits, **options))
+
+
+def test_padding_is_written_once_and_is_zero():
+    problem = Problem(((1, 20), (0, 0)))
+    out, _ = problem.run(splits=2)
+    assert (out[1:].view(torch.int16) == 0).all()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("query", [BF16, FP16])
+def test_query_is_quantised_inside(query, splits):
+    problem = Problem(FEW, query=query)
+    scale = torch.tensor(SCALES["q_scale"], device=DEVICE)
+    inside, want = problem.run(splits=splits, q_scale=scale)
+    check(inside, want)
+    problem.query = quantize(problem.query, scale)
+    outside, _ = problem.run(splits=splits, q_scale=scale)
+    assert torch.equal(inside, outside)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_probabilities_as_codes(splits):
+    """They are relative to the largest logit so far, not of all keys, so that some are rounded to other codes."""
+    problem = Problem(ONE, query=E4M3)
+    exact, _ = problem.run(splits=splits)
+    rounded, want = problem.run(splits=splits, prob_scale=torch.tensor(0.0029, device=DEVICE))
+    assert (rounded.float() - want).norm() < 0.03 * want.norm()
+    assert not torch.equal(rounded, exact)
+    saturated, _ = problem.run(splits=splits, prob_scale=torch.tensor(1e-4, device=DEVICE))
+    assert (saturated.float() - want).norm() > 0.2 * want.norm()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("group_size", "dtype"), [(32, E4M3), (16, E5M2)])
+def test_scales_per_group(group_size, dtype, splits):
+    out, scales, want = Problem(FEW, query=E4M3).run(dtype, group_size=group_size, splits=splits)
+    spec = QuantSpec(dtype, "group", group_size, static=False)
+    torch.testing.assert_close(scales, choose_scale(want, spec), rtol=2e-3, atol=0)
+    check(out, want, choose_scale(want, spec))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_longer_sequences_are_left_alone(mixed):
+    problem = Problem(((9, 40), (2, 33), (1, 70)), heads=8, kv_heads=1)
+    config = plan(3, 1, 2 * 8, 128, 16, 4, mixed)
+    out, want = problem.run(max_query_len=2, config=config)
+    check(out[9:], want[9:])
+    assert (out[:9].view(torch.int16) == 0x7F7F).all()
+
+
+@pytest.mark.parametrize(("mixed", "rows"), [(True, 16), (False, 64)])
+def test_row_blocks(mixed, rows):
+    """16 tokens of 4 heads: four blocks of 16 rows where most sequences have one token, else one of 64."""
+    config = plan(3, 1, 64, 128, 64, 4, mixed)
+    assert config.block_m == rows
+    assert config.block_m * config.row_blocks == 64
+    problem = Problem(((16, 40), (2, 33), (1, 70)), heads=4, kv_heads=1, page_size=64)
+    check(*problem.run(config=config))
+
+
+def test_table_outside_the_cache():
+    """Entries that nothing uses may be anything; a page too far out is read as the nearest, not beyond the memory."""
+    problem = Problem(((1, 30), (1, 17)))
+    problem.table[0, 2:] = 1 << 30
+    problem.table[1, 2:] = -7
+    check(*problem.run(splits=2))
+
+
+def test_pages_left_of_the_window_may_be_gone():
+    problem = Problem(((2, 170), (1, 100)))
+    want = problem.run(window=12)[1]
+    problem.table[:, :4] = -1
+    out, _ = problem.run(window=12, splits=2)
+    check(out, want)
+
+
+def test_plan():
+    """One wave of programs, two tiles or more for each."""
+    assert plan(32, 8, 4, 4096, 64, 132) == Plan(16, 1, 128, 1)
+    assert plan(8, 8, 4, 16384, 64, 132) == Plan(16, 1, 64, 6)
+    assert plan(1, 8, 4, 25088, 64, 132) == Plan(16, 1, 64, 49)
+    assert plan(1, 8, 4, 100, 64, 132).splits == 1
+    assert plan(1000, 8, 4, 4096, 64, 132).splits == 1
+    for seqs in (1, 3, 16, 33, 100):
+        p = plan(seqs, 8, 4, 1 << 17, 16, 132)
+        assert seqs * 8 * p.splits <= max(2 * 132, seqs * 8)
