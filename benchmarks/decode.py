@@ -150,7 +150,7 @@ def milliseconds(graphs: dict[str, torch.cuda.CUDAGraph], seconds: float) -> dic
 
 
 def kernels(graph: torch.cuda.CUDAGraph, layers: int) -> list[dict[str, object]]:
-    """The kernels of a replay: calls and microseconds of one layer, or of the step where there are fewer than layers."""
+    """The kernels of a replay: calls and microseconds of one layer, or of the step where not every layer has one."""
     repeats = 3
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(repeats):

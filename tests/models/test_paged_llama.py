@@ -7,12 +7,10 @@ import torch
 
 from fusion_passes.models.llama import PRESETS, RopeScaling
 from fusion_passes.models.paged_llama import PagedLlama, load_hugging_face, randomize
-from fusion_passes.nn import AttentionMetadata, FP8Linear
-from fusion_passes.quant import dequantize
+from fusion_passes.nn import AttentionMetadata
 
 TINY = dataclasses.replace(PRESETS["tiny"], context=128)
 PAGE = 16
-FP8 = torch.float8_e4m3fn
 
 
 def hugging_face(config):
