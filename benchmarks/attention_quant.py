@@ -12,12 +12,9 @@ same clocks. Inputs are random and not rotated: what fits the L2 stays there, fo
 """
 
 import argparse
-import datetime
 import importlib
 import itertools
-import json
 import math
-import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,13 +23,13 @@ from pathlib import Path
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
+from common import microseconds, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from triton.runtime.errors import OutOfResources
 
 import fusion_passes
 from fusion_passes import PassConfig, Report
-from fusion_passes.ops.attention_quant import Kernel, choose
+from fusion_passes.ops.attention_quant import AttentionQuantArguments, Kernel, choose
 
 # Inductor's caches do not know which SDPA backend a graph was compiled under.
 torch._inductor.config.force_disable_caches = True
@@ -123,48 +120,6 @@ def quantize(out: Tensor, scale: Tensor) -> Tensor:
     return (out.transpose(1, 2).float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
 
 
-def capture(function: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            function()
-    return graph
-
-
-def microseconds(functions: dict[str, Callable[[], object]], milliseconds: float = 60.0) -> dict[str, float]:
-    """Median time of one call of each, inside graphs that are replayed in turn. Leaves out what cannot run."""
-    graphs = {}
-    for name, function in functions.items():
-        try:
-            graph = capture(function, 1)
-        except (RuntimeError, OutOfResources):  # a backend that declines, a configuration that does not fit
-            torch.cuda.synchronize()
-            continue
-        calls = max(1, min(20, round(1000 / max(1.0, replay(graph)))))
-        graphs[name] = (capture(function, calls), calls)
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    spent = 0.0
-    while spent < milliseconds * 1e3 * len(graphs) or len(next(iter(times.values()))) < 5:
-        for name, (graph, calls) in graphs.items():
-            taken = replay(graph)
-            spent += taken
-            times[name].append(taken / calls)
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
-
-
-def replay(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e3
-
-
 def contenders(shape: Shape, backends: Sequence[str] = tuple(BACKENDS)) -> dict[str, Callable[[], object]]:
     """Stock attention and quantisation for each backend, and the kernel that the op would run."""
     q, k, v, mask, scale = inputs(shape)
@@ -189,7 +144,7 @@ def contenders(shape: Shape, backends: Sequence[str] = tuple(BACKENDS)) -> dict[
     functions: dict[str, Callable[[], object]] = {
         name: lambda backend=BACKENDS[name]: stock(backend) for name in backends
     }
-    if (kernel := choose(q, k, v, mask, is_causal=shape.causal)) is not None:
+    if (kernel := choose(AttentionQuantArguments(q, k, v, mask, is_causal=shape.causal))) is not None:
         functions[kernel.name] = lambda: fused(kernel)
     return functions
 
@@ -299,23 +254,8 @@ def main() -> None:
 
 
 def record(arguments: argparse.Namespace, rows: list[dict[str, object]]) -> None:
-    import triton
-
-    figures = {
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "capability": list(torch.cuda.get_device_capability()),
-        "level": arguments.level,
-        "suite": arguments.suite,
-        "rows": rows,
-    }
-    arguments.record.mkdir(parents=True, exist_ok=True)
     path = arguments.record / f"attention_quant-{arguments.level}-{arguments.suite}.json"
-    path.write_text(json.dumps(figures, indent=1) + "\n")
+    write(path, {"level": arguments.level, "suite": arguments.suite, "rows": rows})
 
 
 if __name__ == "__main__":

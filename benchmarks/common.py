@@ -1,0 +1,94 @@
+"""What the benchmarks share: times inside CUDA graphs, the copy bandwidth to compare with, and the record's header.
+
+Contenders run inside CUDA graphs, so that launches cost none of them anything, and take turns, so that all see the same
+clocks.
+"""
+
+import datetime
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+Call = Callable[[], object]
+
+
+def capture(functions: Sequence[Call], calls: int) -> torch.cuda.CUDAGraph:
+    """A graph of so many calls, of each function in turn."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for function in functions:
+            function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(calls):
+            functions[i % len(functions)]()
+    return graph
+
+
+def microseconds(functions: Mapping[str, Call | Sequence[Call]], milliseconds: float = 60.0) -> dict[str, float]:
+    """Median time of one call of each contender, inside graphs that are replayed in turn. Leaves out what cannot run.
+
+    A contender may be several functions that do the same with other data, for a cold L2: they are called in turn.
+    """
+    graphs = {}
+    for name, contender in functions.items():
+        turns = [contender] if callable(contender) else contender
+        try:
+            graph = capture(turns, len(turns))
+        except (RuntimeError, OutOfResources):  # a backend that declines, a configuration that does not fit
+            torch.cuda.synchronize()
+            continue
+        rounds = max(1, min(20, round(1000 / max(1.0, replay(graph)))))
+        calls = rounds * len(turns)
+        graphs[name] = (capture(turns, calls), calls)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    spent = 0.0
+    while spent < milliseconds * 1e3 * len(graphs) or (graphs and len(next(iter(times.values()))) < 5):
+        for name, (graph, calls) in graphs.items():
+            taken = replay(graph)
+            spent += taken
+            times[name].append(taken / calls)
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
+def replay(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of one replay."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def copy_bandwidth(size: int = 1 << 30) -> float:
+    """TB/s, read and written, of a copy of so many bytes: what memory gives to a kernel that does nothing else."""
+    source = torch.randint(0, 1 << 30, (size // 4,), device="cuda", dtype=torch.int32)
+    target = torch.empty_like(source)
+    return 2 * size / microseconds({"copy": lambda: target.copy_(source)})["copy"] / 1e6
+
+
+def machine() -> dict[str, object]:
+    """What figures were measured on, and when."""
+    import triton
+
+    return {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "capability": list(torch.cuda.get_device_capability()),
+    }
+
+
+def write(path: Path, figures: Mapping[str, object]) -> None:
+    """The figures, after what they were measured on, as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(machine() | dict(figures), indent=1) + "\n")
