@@ -317,8 +317,9 @@ class Attention(nn.Module):
             raise ValueError(
                 f"backend {self.backend.name} runs on {', '.join(self.backend.devices)}, not {query.device}"
             )
-        if self._k_scale.device != query.device:
-            raise ValueError(f"the scales are on {self._k_scale.device}, the query is on {query.device}")
+        for name in SCALES.values():
+            if (device := self._buffers[name].device) != query.device:  # type: ignore[union-attr]
+                raise ValueError(f"{name} is on {device}, the query on {query.device}: move the layer with .to()")
         return self.kv_cache
 
     def _check_output(self, scale: Tensor | None, group_size: int | None, dtype: torch.dtype | None) -> None:
@@ -326,6 +327,8 @@ class Attention(nn.Module):
             if dtype is not None:
                 raise ValueError("output_dtype goes with output_scale or output_group_size")
             return
+        if scale is not None and not isinstance(scale, Tensor):
+            raise TypeError(f"output_scale must be a tensor, read on the device in each call, got {scale!r}")
         if scale is not None and group_size is not None:
             raise ValueError("output_scale is one given scale, output_group_size asks for many: give one of them")
         if group_size is not None and (group_size < 1 or self.head_dim % group_size):

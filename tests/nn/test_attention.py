@@ -273,7 +273,7 @@ def test_to_device():
     assert {x.device.type for x in attention.buffers()} == {"cuda"}
     _, metadata = next(steps(shuffled().clamp_max(1), 16))
     q, k, v = torch.randn(14, 8, 16).bfloat16().split([4, 2, 2], 1)
-    with pytest.raises(ValueError, match="the scales are on cuda:0, the query is on cpu"):
+    with pytest.raises(ValueError, match="_q_scale is on cuda:0, the query on cpu"):
         attention(q, k, v, metadata)
 
 
