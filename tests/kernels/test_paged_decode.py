@@ -221,3 +221,156 @@ def test_plan():
     for seqs in (1, 3, 16, 33, 100):
         p = plan(seqs, 8, 4, 1 << 17, 16, 132)
         assert seqs * 8 * p.splits <= max(2 * 132, seqs * 8)
+
+
+def full_size(tokens=1, **shape):
+    """Sequences whose lengths lie around a tile's edge, with so many new tokens each, fewer where they are shorter."""
+    lengths = [(min(tokens, n), n) for n in (0, 1, 63, 64, 65, 777, 1500, 4097)]
+    return Problem(lengths, **{"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64} | shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 8, 16])
+@pytest.mark.parametrize("heads", [(32, 8), (64, 8), (8, 1), (40, 8)], ids=str)
+def test_numbers_of_splits(heads, tokens):
+    for query, dtype in ((BF16, E4M3), (E4M3, BF16)):
+        problem = full_size(tokens, heads=heads[0], kv_heads=heads[1], query=query)
+        for splits in (None, 1, 2, 7, 33):
+            check(*problem.run(dtype, splits=splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("page_size", [16, 32, 48, 128, 256, 4224])
+def test_pages(page_size, layout):
+    problem = full_size(page_size=page_size, layout=layout, query=E4M3)
+    for splits in (None, 1, 7):
+        check(*problem.run(E4M3, splits=splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 256])
+def test_head_dims(head_dim, tokens):
+    problem = full_size(tokens, head_dim=head_dim)
+    for splits in (None, 1, 7):
+        check(*problem.run(E4M3, splits=splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("cache", "query", "dtype"),
+    [
+        (BF16, BF16, BF16),
+        (BF16, E4M3, E4M3),
+        (FP16, FP16, FP16),
+        (E5M2, BF16, BF16),
+        (E5M2, E5M2, E5M2),
+        (E4M3, FP16, FP16),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_dtypes(cache, query, dtype, tokens):
+    problem = full_size(tokens, cache=cache, query=query)
+    for splits in (None, 1, 7):
+        check(*problem.run(dtype, splits=splits))
+
+
+OPTIONS = {
+    "window": {"window": 100},
+    "window of a tile": {"window": 64},
+    "window 1": {"window": 1},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 1000, "softcap": 3.0, "sinks": True},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options(case, tokens):
+    options = dict(OPTIONS[case])
+    if "sinks" in options:
+        options["sinks"] = torch.linspace(-2, 6, 32, device=DEVICE, dtype=BF16)
+    problem = full_size(tokens, query=E4M3)
+    for splits in (None, 1, 7):
+        check(*problem.run(E4M3, splits=splits, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "group_size"), [(128, 128), (128, 64), (256, 128), (64, 16)])
+def test_groups_at_full_size(head_dim, group_size):
+    problem = full_size(head_dim=head_dim, query=E4M3)
+    spec = QuantSpec(E4M3, "group", group_size, static=False)
+    for splits in (None, 1, 7):
+        out, scales, want = problem.run(E4M3, group_size=group_size, splits=splits)
+        torch.testing.assert_close(scales, choose_scale(want, spec), rtol=2e-3, atol=0)
+        check(out, want, choose_scale(want, spec))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 7])
+def test_one_graph_serves_other_lengths_and_scales(splits):
+    problem = full_size(3, query=E4M3)
+    lengths, start = problem.lengths.clone(), problem.start.clone()
+    problem.lengths.copy_(lengths // 2)
+    problem.start.zero_()
+    problem.scales = {n: None if x is None else x * 3 for n, x in problem.scales.items()}
+    out = poisoned(*problem.query.shape, dtype=BF16)
+    batch = (problem.query, problem.key, problem.value, problem.table, problem.start, problem.lengths)
+    s, rows = problem.scales, 3 * 4
+    call = lambda: launch(  # noqa: E731
+        *(out, None, *batch, s["q_scale"], s["k_scale"], s["v_scale"], None, None, None),
+        scale=0.31, window=None, softcap=0.0, max_query_len=3, config=Plan(16, math.ceil(rows / 16), 64, splits),
+    )  # fmt: skip
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    problem.lengths.copy_(lengths)
+    problem.start.copy_(start)
+    for x in s.values():
+        x /= 3
+    for _ in range(2):
+        out.view(torch.uint8).fill_(0x7F)
+        graph.replay()
+        check(out, reference.paged_attention(*batch, **s, scale=0.31, dtype=torch.float32))
+
+
+@pytest.mark.gpu
+def test_cache_of_more_than_two_to_the_31_elements():
+    """The last pages, and a page that alone is that large."""
+    problem = Problem(((1, 200), (4, 130)), heads=8, kv_heads=8, head_dim=128, page_size=64)
+    pages = 2**31 // (8 * 64 * 128) + 5
+    for name in ("key", "value"):
+        small = getattr(problem, name)
+        large = torch.empty(pages, *small.shape[1:], dtype=torch.uint8, device=DEVICE).view(E4M3)
+        reference.bits(large)[-len(small) :] = reference.bits(small)
+        setattr(problem, name, large)
+    problem.table += pages - len(small)
+    for splits in (1, 2):
+        check(*problem.run(splits=splits))
+    problem = Problem(((1, 200),), heads=8, kv_heads=8, head_dim=128, page_size=2**21 + 2**20)
+    check(*problem.run(splits=3))
+
+
+@pytest.mark.gpu
+def test_metadata_never_compiles_again():
+    from fusion_passes.kernels import paged_decode
+
+    problem = full_size(query=E4M3)
+    problem.run(E4M3, splits=2)
+    compiled = [
+        kernel.device_caches[torch.cuda.current_device()][0] for kernel in (paged_decode._split, paged_decode._combine)
+    ]
+    before = [len(cache) for cache in compiled]
+    for seqs in (1, 2, 5, 8):
+        for columns in (1, 16, 66):
+            part = full_size(query=E4M3)
+            part.table = part.table[8 - seqs :, :columns]
+            part.lengths = part.lengths[8 - seqs :].clamp(max=columns * 64)
+            part.start = torch.arange(seqs + 1, dtype=torch.int32, device=DEVICE)
+            part.query = part.query[:seqs]
+            check(*part.run(E4M3, splits=2))
+    assert [len(cache) for cache in compiled] == before

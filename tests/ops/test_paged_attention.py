@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fusion_passes import reference
 from fusion_passes.nn import AttentionMetadata, PagedKVCache
 from fusion_passes.ops import paged_attention, paged_attention_group_quant
-from fusion_passes.ops.paged_attention import PagedAttentionArguments, gather
+from fusion_passes.ops.paged_attention import PagedAttentionArguments, gather, why_unsupported
 from fusion_passes.quant import QuantSpec, choose_scale, codes, dequantize, quantize
 
 OP = torch.ops.fusion_passes.paged_attention.default
@@ -106,6 +106,7 @@ def run(problem, query_dtype=BF16, dtype=None, device="cpu", implementation="op"
     tensors = {n: x.to(device) for n, x in ({**scales, **options}).items() if isinstance(x, torch.Tensor)}
     function = paged_attention if implementation == "op" else gathered
     out = function(*problem.args(query, device), **{**options, **tensors}, scale=0.31, dtype=dtype)
+    options.pop("max_query_len", None)
     return out.cpu(), problem.expected(used, 0.31, **options)
 
 
@@ -144,6 +145,11 @@ CASES = {
         {"window": 19, "softcap": 2.0, "sinks": torch.linspace(-1, 2, 6), "query_dtype": E4M3, "dtype": E4M3},
     ),
     "probabilities": ({}, {"prob_scale": torch.tensor(0.0029), "dtype": FP32}),
+    "long and short": ({"lengths": ((40, 60), (1, 37), (20, 20), (0, 0), (3, 50), (17, 40))}, {}),
+    "long and short, at most 40": (
+        {"lengths": ((40, 60), (1, 37), (0, 0), (16, 50), (17, 40))},
+        {"max_query_len": 40, "query_dtype": E4M3, "dtype": E4M3, "window": 30},
+    ),
     "nothing to do": ({"lengths": ((0, 0), (0, 3))}, {}),
 }
 
@@ -251,12 +257,13 @@ def test_padded_sequences_with_queries():
 
 @pytest.mark.parametrize("shape", [(0, 2, 3), (4, 0, 3), (4, 2, 0)], ids=str)
 @pytest.mark.parametrize("function", [paged_attention, gathered])
-def test_empty(shape, function):
+@pytest.mark.parametrize("device", DEVICES)
+def test_empty(shape, function, device):
     tokens, seqs, columns = shape
-    cache = PagedKVCache(4, 16, 2, 16, BF16)
-    index = {"dtype": torch.int32}
+    cache = PagedKVCache(4, 16, 2, 16, BF16, device=device)
+    index = {"dtype": torch.int32, "device": device}
     batch = torch.zeros(seqs, columns, **index), torch.zeros(seqs + 1, **index), torch.zeros(seqs, **index)
-    out = function(torch.randn(tokens, 4, 16).bfloat16(), cache.key, cache.value, *batch, scale=1.0)
+    out = function(torch.randn(tokens, 4, 16, device=device).bfloat16(), cache.key, cache.value, *batch, scale=1.0)
     assert out.shape == (tokens, 4, 16)
     assert (out == 0).all()
 
@@ -270,6 +277,46 @@ def test_gather_asks_the_device_nothing():
         assert (
             gathered(*fake, torch.zeros(6), scale=0.3, window=3, softcap=1.0, dtype=E4M3).shape == problem.query.shape
         )
+
+
+HOPPER = (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "capability", "reason"),
+    [
+        ({"head_dim": 128}, {}, HOPPER, None),
+        ({"cache": E5M2, "page_size": 48}, {}, HOPPER, None),
+        ({"cache": BF16}, {}, (8, 0), None),
+        ({}, {}, (8, 0), "8.9 for FP8, this is 8.0"),
+        ({"head_dim": 48}, {}, HOPPER, "head_dim is 48, they have 16, 32, 64, 128, 256"),
+        ({"cache": FP32}, {"dtype": FP32}, HOPPER, "query is torch.float32"),
+        ({}, {"dtype": FP32}, HOPPER, "the output is torch.float32"),
+        ({}, {}, None, "need an NVIDIA GPU"),
+    ],
+    ids=str,
+)
+def test_why_the_pages_are_gathered(shape, options, capability, reason):
+    problem = Problem(**{"lengths": ((1, 5),)} | shape)
+    query = problem.query.to(FP32 if problem.cache.key.dtype is FP32 else BF16)
+    why = why_unsupported(PagedAttentionArguments(*problem.args(query), scale=1.0, **options), capability)
+    assert (why is None) if reason is None else reason in why
+
+
+def test_rows_of_the_cache_that_are_not_aligned():
+    problem = Problem(((1, 5),))
+    query, key, value, *rest = problem.args(problem.query.bfloat16())
+    padded = torch.zeros(*key.shape[:3], 24, dtype=torch.uint8).view(E4M3)[..., :16]
+    for halves in ((padded, value), (key, padded)):
+        arguments = PagedAttentionArguments(query, *halves, *rest, scale=1.0)
+        assert "must start at multiples of 16 bytes" in why_unsupported(arguments, HOPPER)
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_was_asked_for_is_not_replaced():
+    problem = Problem(head_dim=48)
+    with pytest.raises(NotImplementedError, match="head_dim is 48"):
+        paged_attention(*problem.args(problem.query.bfloat16(), "cuda"), scale=1.0, implementation="triton")
 
 
 def test_gather_in_parts(monkeypatch):
