@@ -223,8 +223,8 @@ def rounded(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, rotary_dim: int, interleaved: bool = False) -> Tensor:
     """Rotary embedding of x in fp32: its first ``rotary_dim`` dimensions turned, the rest as it is.
 
-    x: [tokens, heads, head_dim]. cos, sin: [tokens, rotary_dim], one number for each dimension, or
-    [tokens, rotary_dim / 2], one for each pair. A pair is i and i + rotary_dim / 2, or 2 i and 2 i + 1 if interleaved.
+    x: [..., head_dim]. cos, sin: [..., rotary_dim], one number for each dimension, or [..., rotary_dim / 2], one for
+    each pair; they broadcast over heads. A pair is i and i + rotary_dim / 2, or 2 i and 2 i + 1 if interleaved.
     """
     half = rotary_dim // 2
     turned, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:].float()
@@ -234,7 +234,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, rotary_dim: int, interleaved: b
     else:
         first, second = turned.split(half, -1)
         other = torch.cat((-second, first), -1)
-    cos, sin = (_of_each_dimension(c, rotary_dim, interleaved)[:, None] for c in (cos.float(), sin.float()))
+    cos, sin = (_of_each_dimension(c, rotary_dim, interleaved) for c in (cos.float(), sin.float()))
     return torch.cat((turned * cos + other * sin, rest), -1)
 
 

@@ -193,6 +193,7 @@ def _rotate(
     """Key as an FP8 cache (in fp32) or another one takes it, and query in fp32."""
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
+    cos, sin = cos[:, None], sin[:, None]
     key, query = (reference.rope(x, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved) for x in (key, query))
     return (key if cache_dtype in FP8_DTYPES else key.to(cache_dtype)), query
 

@@ -1,0 +1,599 @@
+"""Rope: rotary embedding, `x * cos + (x turned by 90 degrees) * sin`, over the first dimensions of each head.
+
+Spellings differ in how they take the halves or the pairs of x and put them together again.  So they are not read by
+their steps but by what these do to each dimension: a walk up from the result follows slices, `cat`, sums and products
+and finds for every dimension the terms that it is the sum of, each a dimension of x times one of cos or sin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fusion_passes import reference
+from fusion_passes.graph import RESHAPES, argument, aten, calls, is_tensor, same_shape, value
+from fusion_passes.idioms import Idiom, NearMiss
+from fusion_passes.idioms.reading import (
+    MULTIPLICATIONS,
+    Unread,
+    is_cast,
+    is_exact_cast,
+    is_high_precision,
+    number,
+    read_all,
+)
+from fusion_passes.symbolic import known
+
+MAX_TERMS = 4
+"""Of one dimension, while reading: two are left in the end."""
+MAX_DEPTH = 24
+"""Steps from the result to x."""
+
+_RESHAPES = (*RESHAPES, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
+_COPIES = (aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default)
+_SPLITS = (aten.split_with_sizes.default, aten.split.Tensor, aten.unbind.int)
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Cosines or sines: some columns of a tensor that has one row for all heads of a token.
+
+    source: [..., columns] with the rank of x and one element where x has its heads.
+    start, width: the columns: `rotary_dim`, one for each dimension, or half of that, one for each pair.
+    """
+
+    source: Node
+    start: int
+    width: int
+
+    def same(self, other: Table) -> bool:
+        """True where both are the same columns of one node."""
+        return (self.source, self.start, self.width) == (other.source, other.start, other.width)
+
+
+@dataclass(frozen=True, eq=False)
+class Rope(Idiom):
+    """`output = x * cos + turned(x) * sin` in the first `rotary_dim` dimensions; the rest of x passes.
+
+    x: [..., head_dim], tokens and heads in any order.  cos, sin: the tables, which broadcast over heads.
+    interleaved: a pair is 2 i and 2 i + 1, where it is i and i + rotary_dim / 2 otherwise.
+    Casts between the steps are not kept: the graph may round where a fused kernel of Inductor does not either.
+    """
+
+    x: Node
+    cos: Table
+    sin: Table
+    rotary_dim: int
+    interleaved: bool
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """The tensors that it reads."""
+        return (self.x, self.cos.source, self.sin.source)
+
+    def reference(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What it computes, in fp32, from the values of x and of the tables' sources."""
+        cos, sin = (t[..., at.start : at.start + at.width] for t, at in ((cos, self.cos), (sin, self.sin)))
+        return reference.rope(x, cos, sin, rotary_dim=self.rotary_dim, interleaved=self.interleaved)
+
+
+def recognize(graph: Graph) -> Iterator[Rope | NearMiss]:
+    """Every rotary embedding of the graph, and what only looks like one.  Never raises."""
+    return read_all(graph, "rope", _read)
+
+
+def _read(node: Node) -> Rope | None:
+    if not _may_be(node):
+        return None
+    if calls(node, aten.cat.default) and all(calls(user, *RESHAPES) and _may_be(user) for user in node.users):
+        return None  # pairs, side by side in a dimension of their own: the reshape is read
+    if isinstance(node.meta["val"].shape[-1], torch.SymInt):
+        return None
+    try:
+        return _Reading(node, value(node).ndim - 1).rope()
+    except _Other:
+        return None
+
+
+def _may_be(node: Node) -> bool:
+    """A quick look: a sum of two products, a `cat` of sums or differences of products, or a reshape of that."""
+    if not is_high_precision(node) or value(node).ndim < 3:
+        return False
+    if calls(node, aten.add.Tensor):
+        return all(calls(_below_casts(x), aten.mul.Tensor) for x in node.args[:2])
+    if not calls(node, aten.cat.default, *RESHAPES):
+        return False
+    parts = node.all_input_nodes
+    if calls(node, *RESHAPES):
+        return calls(parts[0], aten.cat.default) and _may_be(parts[0])
+    return len(parts) <= 4 and any(
+        calls(_below_casts(x, *_RESHAPES, *_COPIES), aten.sub.Tensor, aten.add.Tensor, aten.cat.default) for x in parts
+    )
+
+
+def _below_casts(node: object, *also: object) -> object:
+    while isinstance(node, Node) and (is_cast(node) or calls(node, *also)) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+class _Other(Exception):
+    """This is something else than a rotary embedding."""
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A summand in every dimension: a coefficient, 0 where it is absent, times one dimension of each factor."""
+
+    coefficients: list[float]
+    factors: tuple[tuple[Node, list[int]], ...]
+
+    def at(self, indices: list[int]) -> _Term:
+        """In other dimensions, in other order."""
+        factors = tuple((leaf, [lanes[i] for i in indices]) for leaf, lanes in self.factors)
+        return _Term([self.coefficients[i] for i in indices], factors)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """What a node holds in its inner dimensions, flattened: a sum of terms."""
+
+    inner: tuple[int, ...]
+    terms: tuple[_Term, ...]
+
+    def at(self, indices: list[int], inner: tuple[int, ...]) -> _Sum:
+        return _Sum(inner, tuple(term.at(indices) for term in self.terms))
+
+    def holds(self, leaf: Node) -> bool:
+        return any(factor is leaf for term in self.terms for factor, _ in term.factors)
+
+    def shaped(self, inner: tuple[int, ...]) -> _Sum:
+        return _Sum(inner, self.terms)
+
+    def times(self, factor: float) -> _Sum:
+        return _Sum(
+            self.inner, tuple(_Term([c * factor for c in term.coefficients], term.factors) for term in self.terms)
+        )
+
+
+class _Reading:
+    """One walk from a result up to x and the tables.
+
+    The first `outer` dimensions of the result are tokens and heads: nothing on the way may move them.
+    """
+
+    def __init__(self, root: Node, outer: int) -> None:
+        self.root = root
+        self.outer = outer
+        self.shape = value(root).shape[:outer]
+        self.nodes: set[Node] = set()
+        self.known: dict[Node, _Sum] = {}
+        self.ends: set[Node] = set()
+
+    def rope(self) -> Rope | None:
+        self._find_ends(self.root, 0)
+        if not self.ends:
+            return None
+        result = self._sum(self.root)
+        lanes = [
+            [
+                (t.coefficients[i], [(leaf, lane[i]) for leaf, lane in t.factors])
+                for t in result.terms
+                if t.coefficients[i]
+            ]
+            for i in range(math.prod(result.inner))
+        ]
+        return self._rotation(lanes)
+
+    def _find_ends(self, node: Node, depth: int) -> None:
+        """What is cut into halves or pairs is x, or a table; the walk goes no further."""
+        if depth > MAX_DEPTH or node in self.ends:
+            return
+        if self._picked(node) is not None:
+            while (step := self._picked(node) or self._inner_view(node)) is not None or is_exact_cast(node):
+                node = step if step is not None else node.all_input_nodes[0]
+            self.ends.add(node)
+            return
+        for source in self._operands(node):
+            self._find_ends(source, depth + 1)
+
+    def _operands(self, node: Node) -> tuple[Node, ...]:
+        """The tensors that a step of the walk goes on to; none where the walk ends."""
+        if not self._is_of_tokens_and_heads(node):
+            return ()
+        if calls(node, aten.add.Tensor, aten.sub.Tensor, *MULTIPLICATIONS, aten.neg.default):
+            return tuple(x for x in node.args[:2] if isinstance(x, Node) and is_tensor(x))
+        if calls(node, aten.cat.default) and self._inner_dim(node, 1) is not None:
+            return tuple(node.all_input_nodes)
+        if (source := self._inner_view(node)) is not None:
+            return (source,)
+        return (node.all_input_nodes[0],) if is_cast(node) else ()
+
+    def _is_of_tokens_and_heads(self, node: Node) -> bool:
+        return self._is_outer(node) and same_shape(value(node).shape[: self.outer], self.shape)
+
+    def _is_outer(self, node: object) -> bool:
+        """True for a floating-point tensor with the outer dimensions of the result, or 1 instead of some of them."""
+        if not (isinstance(node, Node) and is_high_precision(node) and value(node).ndim > self.outer):
+            return False
+        shape = value(node).shape
+        return all(isinstance(size, int) for size in shape[self.outer :]) and all(
+            known(a == b) or known(a == 1) for a, b in zip(shape[: self.outer], self.shape, strict=True)
+        )
+
+    def _inner(self, node: Node) -> tuple[int, ...]:
+        return tuple(int(size) for size in value(node).shape[self.outer :])
+
+    def _inner_dim(self, node: Node, position: int) -> int | None:
+        """The dimension that a call works on, counted from the first inner one; None for an outer one."""
+        dim = argument(node, position, "dim", 0)
+        rank = value(node).ndim if is_tensor(node) else value(node.all_input_nodes[0]).ndim
+        if not isinstance(dim, int):
+            return None
+        if calls(node, aten.select.int):
+            rank += 1
+        dim = dim % rank - self.outer
+        return dim if dim >= 0 else None
+
+    def _inner_view(self, node: Node) -> Node | None:
+        """The tensor that a node is a copy of, or another shape of its inner dimensions."""
+        if not calls(node, *_RESHAPES, *_COPIES) or not node.all_input_nodes:
+            return None
+        source = node.all_input_nodes[0]
+        if not (self._is_outer(source) and self._is_outer(node)):
+            return None
+        outer = same_shape(value(source).shape[: self.outer], value(node).shape[: self.outer])
+        return source if outer and math.prod(self._inner(source)) == math.prod(self._inner(node)) else None
+
+    def _picked(self, node: Node) -> Node | None:
+        """The tensor of which a node is some of the inner dimensions."""
+        source: object = None
+        if calls(node, aten.slice.Tensor, aten.select.int) and self._inner_dim(node, 1) is not None:
+            source = node.args[0]
+        elif getattr(node.target, "__name__", "") == "getitem" and calls(node.args[0], *_SPLITS):
+            split = node.args[0]
+            assert isinstance(split, Node)
+            if is_tensor(split.all_input_nodes[0]) and self._split_dim(split) is not None:
+                source = split.args[0]
+        return source if isinstance(source, Node) and self._is_outer(source) else None
+
+    def _split_dim(self, split: Node) -> int | None:
+        return self._inner_dim(split, 1 if calls(split, aten.unbind.int) else 2)
+
+    def _sum(self, node: Node, depth: int = 0) -> _Sum:
+        """What a node holds in its inner dimensions."""
+        if node not in self.known:
+            if not self._is_outer(node) or depth > MAX_DEPTH:
+                raise _Other
+            found = None if node in self.ends else self._step(node, depth)
+            if found is None:
+                inner = self._inner(node)
+                count = math.prod(inner)
+                found = _Sum(inner, (_Term([1.0] * count, ((node, list(range(count))),)),))
+            else:
+                self.nodes.add(node)
+            if len(found.terms) > MAX_TERMS:
+                raise _Other
+            self.known[node] = found
+        return self.known[node]
+
+    def _step(self, node: Node, depth: int) -> _Sum | None:
+        """From the operands of a node; None where the walk ends."""
+
+        def read(x: Node) -> _Sum:
+            return self._sum(x, depth + 1)
+
+        if is_cast(node):
+            return read(node.all_input_nodes[0])
+        if (source := self._inner_view(node)) is not None:
+            return read(source).shaped(self._inner(node))
+        if calls(node, aten.expand.default) and self._is_outer(node.all_input_nodes[0]):
+            (source,) = node.all_input_nodes[:1]
+            return _broadcast(read(source), self._inner(node)) if value(source).ndim == value(node).ndim else None
+        if (source := self._picked(node)) is not None:
+            indices = self._picked_indices(node, self._inner(source))
+            return None if indices is None else read(source).at(indices, self._inner(node))
+        if calls(node, aten.cat.default) and (dim := self._inner_dim(node, 1)) is not None:
+            return _cat([read(part) for part in node.args[0]], dim)  # type: ignore[arg-type, union-attr]
+        if not self._is_of_tokens_and_heads(node):
+            return None  # a table, however it was computed
+        if calls(node, aten.neg.default):
+            return read(node.all_input_nodes[0]).times(-1.0)
+        if calls(node, *MULTIPLICATIONS):
+            left, right = node.args[:2]
+            if number(left) is not None:
+                left, right = right, left
+            if isinstance(left, Node) and (factor := number(right)) is not None:
+                return read(left).times(factor)
+            if isinstance(left, Node) and isinstance(right, Node):
+                return _product(read(left), read(right), self._inner(node))
+        if calls(node, aten.add.Tensor, aten.sub.Tensor) and argument(node, 2, "alpha", 1) == 1:
+            left, right = node.args[:2]
+            if isinstance(left, Node) and isinstance(right, Node):
+                inner = self._inner(node)
+                second = read(right) if calls(node, aten.add.Tensor) else read(right).times(-1.0)
+                return _Sum(inner, _broadcast(read(left), inner).terms + _broadcast(second, inner).terms)
+        return None
+
+    def _picked_indices(self, node: Node, inner: tuple[int, ...]) -> list[int] | None:
+        """Which of the flattened inner dimensions of its source a node holds, in order."""
+        if calls(node, aten.slice.Tensor, aten.select.int):
+            dim = self._inner_dim(node, 1)
+            picked = None if dim is None else _picked_range(node, inner[dim])
+        else:
+            split, which = node.args
+            assert isinstance(split, Node)
+            assert isinstance(which, int)
+            dim = self._split_dim(split)
+            picked = None if dim is None else _split_range(split, which, inner[dim])
+        if dim is None or picked is None:
+            return None
+        block = math.prod(inner[dim + 1 :])
+        return [
+            (before * inner[dim] + i) * block + after
+            for before in range(math.prod(inner[:dim]))
+            for i in picked
+            for after in range(block)
+        ]
+
+    def _rotation(self, lanes: list[list[tuple[float, list[tuple[Node, int]]]]]) -> Rope | None:
+        """The rotation that turns x into these sums, one for each dimension."""
+        turned = [i for i, terms in enumerate(lanes) if len(terms) == 2]
+        if not turned or any(len(factors) != 2 for i in turned for _, factors in lanes[i]):
+            return None
+        x = self._turned_tensor([factors for i in turned for _, factors in lanes[i]])
+        if x is None or self._inner(x) != self._inner(self.root) or len(self._inner(x)) != 1:
+            return None
+        own: list[tuple[Node, int]] = []
+        other: list[tuple[Node, int]] = []
+        partners: list[int] = []
+        signs: list[float] = []
+        for i in turned:
+            split = [_apart(factors, x) for _, factors in lanes[i]]
+            (mine,) = [k for k, (lane, _) in enumerate(split) if lane == i] or (None,)
+            if mine is None or split[1 - mine][0] == i:
+                return None  # a sum of products, and no dimension gets anything of another
+            if lanes[i][mine][0] != 1.0 or abs(lanes[i][1 - mine][0]) != 1.0:
+                return None
+            own.append(split[mine][1])
+            other.append(split[1 - mine][1])
+            partners.append(split[1 - mine][0])
+            signs.append(lanes[i][1 - mine][0])
+        # From here on it is a rotation of pairs; what the op cannot say is told.
+        rotary_dim, half = len(turned), len(turned) // 2
+        if turned != list(range(rotary_dim)):
+            raise Unread(self.root, "the dimensions that are turned are not the first ones of each head")
+        rest = lanes[rotary_dim:]
+        if any(terms != [(1.0, [(x, i)])] for i, terms in enumerate(rest, rotary_dim)):
+            raise Unread(self.root, f"the dimensions after the first {rotary_dim} do not pass as they are")
+        pairs = {
+            False: ([(i + half) % rotary_dim for i in turned], [-1.0 if i < half else 1.0 for i in turned]),
+            True: ([i ^ 1 for i in turned], [-1.0 if i % 2 == 0 else 1.0 for i in turned]),
+        }
+        for interleaved, (expected, direction) in pairs.items():
+            if partners == expected and rotary_dim % 2 == 0:
+                if signs != direction:
+                    raise Unread(self.root, "it turns the other way round: sin has the other sign")
+                return Rope(
+                    output=self.root,
+                    nodes=self._nodes_of(x),
+                    x=x,
+                    cos=self._table("cos", own, interleaved),
+                    sin=self._table("sin", other, interleaved),
+                    rotary_dim=rotary_dim,
+                    interleaved=interleaved,
+                )
+        raise Unread(self.root, "a pair is neither two neighbours nor a dimension of each half")
+
+    def _nodes_of(self, x: Node) -> frozenset[Node]:
+        """The nodes that compute with x; those that only prepare a table may serve others."""
+        ours = {node for node, held in self.known.items() if node in self.nodes and held.holds(x)}
+        splits = {node.args[0] for node in ours if calls(node.args[0], *_SPLITS)}
+        return frozenset(ours | {split for split in splits if isinstance(split, Node)})
+
+    def _turned_tensor(self, products: list[list[tuple[Node, int]]]) -> Node | None:
+        """The factor that all products have in common and that has a number for each head."""
+        common = set.intersection(*({leaf for leaf, _ in factors} for factors in products))
+        common = {leaf for leaf in common if self._is_of_tokens_and_heads(leaf)}
+        # With one head a table is not told from x by its shape.
+        return min(common, key=lambda leaf: (_is_looked_up(leaf), leaf), default=None)
+
+    def _table(self, name: str, picked: list[tuple[Node, int]], interleaved: bool) -> Table:
+        sources = {leaf for leaf, _ in picked}
+        if len(sources) != 1 or len(self._inner(leaf := min(sources))) != 1:
+            raise Unread(self.root, f"{name} is put together from {len(sources)} tensors")
+        columns = [lane for _, lane in picked]
+        start, width = columns[0], len(columns)
+        if columns == list(range(start, start + width)):
+            return Table(leaf, start, width)
+        half = width // 2
+        if columns == [start + (i // 2 if interleaved else i % half) for i in range(width)]:
+            return Table(leaf, start, half)
+        raise Unread(self.root, f"the columns of {name} are not in the order of the dimensions of x")
+
+
+def _apart(factors: list[tuple[Node, int]], x: Node) -> tuple[int, tuple[Node, int]]:
+    """(the dimension of x, the column of the table) of a product."""
+    first, second = factors
+    return (first[1], second) if first[0] is x else (second[1], first)
+
+
+def _is_looked_up(node: Node) -> bool:
+    """True for what comes, through views, slices and casts, from a table by index."""
+    while calls(node, *_RESHAPES, *_COPIES, aten.slice.Tensor, aten.expand.default) or is_cast(node):
+        node = node.all_input_nodes[0]
+    return calls(node, aten.index.Tensor, aten.embedding.default, aten.index_select.default, aten.cos.default)
+
+
+def _picked_range(node: Node, size: int) -> range | None:
+    """What a slice or a select takes of a dimension of this size; None where it is not known."""
+    if calls(node, aten.select.int):
+        at = argument(node, 2, "index")
+        return range(at % size, at % size + 1) if isinstance(at, int) else None
+    bounds: list[int | None] = []
+    for x in (argument(node, 2, "start"), argument(node, 3, "end"), argument(node, 4, "step", 1)):
+        if x is not None and not isinstance(x, int):
+            return None
+        bounds.append(x)
+    return range(size)[slice(*bounds)]
+
+
+def _split_range(split: Node, which: int, size: int) -> range | None:
+    """The same for a part of a split."""
+    if calls(split, aten.unbind.int):
+        return range(which % size, which % size + 1)
+    sizes = argument(split, 1, "split_sizes")
+    if isinstance(sizes, int):
+        return range(size)[which * sizes : (which + 1) * sizes]
+    if not isinstance(sizes, (list, tuple)) or not all(isinstance(x, int) for x in sizes):
+        return None
+    start = sum(sizes[:which])
+    return range(start, start + sizes[which])
+
+
+def _broadcast(x: _Sum, inner: tuple[int, ...]) -> _Sum:
+    if x.inner == inner:
+        return x
+    padded = (1,) * (len(inner) - len(x.inner)) + x.inner
+    if len(padded) != len(inner) or any(a not in (1, b) for a, b in zip(padded, inner, strict=True)):
+        raise _Other
+    indices = [0]
+    for size, wanted in zip(padded, inner, strict=True):
+        indices = [at * size + (i if size > 1 else 0) for at in indices for i in range(wanted)]
+    return x.at(indices, inner)
+
+
+def _cat(parts: list[_Sum], dim: int) -> _Sum:
+    """Terms side by side: one that a part does not have is 0 there."""
+    inner = list(parts[0].inner)
+    if any(len(part.inner) != len(inner) or part.inner[:dim] != parts[0].inner[:dim] for part in parts):
+        raise _Other
+    inner[dim] = sum(part.inner[dim] for part in parts)
+    blocks = [math.prod(part.inner[dim:]) for part in parts]
+    if math.prod(inner[:dim]) * sum(blocks) != math.prod(inner):
+        raise _Other
+    rows: list[tuple[list[Node], dict[int, _Term]]] = []  # terms of the same leaves, by the part that has them
+    for at, part in enumerate(parts):
+        for term in part.terms:
+            leaves = [leaf for leaf, _ in term.factors]
+            row = next((row for same, row in rows if same == leaves and at not in row), None)
+            if row is None:
+                rows.append((leaves, {at: term}))
+            else:
+                row[at] = term
+    terms = []
+    for leaves, row in rows:
+        coefficients: list[float] = []
+        lanes: list[list[int]] = [[] for _ in leaves]
+        for outer in range(math.prod(inner[:dim])):
+            for at, block in enumerate(blocks):
+                span = slice(outer * block, (outer + 1) * block)
+                coefficients += row[at].coefficients[span] if at in row else [0.0] * block
+                for k, lane in enumerate(lanes):
+                    lane += row[at].factors[k][1][span] if at in row else [0] * block
+        terms.append(_Term(coefficients, tuple(zip(leaves, lanes, strict=True))))
+    return _Sum(tuple(inner), tuple(terms))
+
+
+def _product(left: _Sum, right: _Sum, inner: tuple[int, ...]) -> _Sum:
+    left, right = _broadcast(left, inner), _broadcast(right, inner)
+    terms = []
+    for a in left.terms:
+        for b in right.terms:
+            if len(a.factors) + len(b.factors) > 2:
+                raise _Other
+            # In one order, so that equal products are told as equal.
+            factors = sorted((*a.factors, *b.factors), key=lambda factor: factor[0])
+            coefficients = [x * y for x, y in zip(a.coefficients, b.coefficients, strict=True)]
+            if any(coefficients):
+                terms.append(_Term(coefficients, tuple(factors)))
+    return _Sum(inner, tuple(terms))
+
+
+def _rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = torch.cat((cos, cos), -1)[:, None], torch.cat((sin, sin), -1)[:, None]
+    x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return x * cos + torch.cat((-x2, x1), -1) * sin
+
+
+def _rotate_half_of_chunks(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x.float().chunk(2, -1)
+    turned = torch.cat((x2.neg(), x1), -1)
+    return (turned * sin.repeat(1, 2)[:, None] + cos.repeat(1, 2)[:, None] * x.float()).to(x.dtype)
+
+
+def _heads_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x, cos, sin = x.transpose(0, 1)[None], torch.cat((cos, cos), -1)[None, None], torch.cat((sin, sin), -1)[None, None]
+    x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return (x * cos + torch.cat((-x2, x1), -1) * sin)[0].transpose(0, 1)
+
+
+def _halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
+
+
+def _halves_in_fp32(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    x1, x2 = x.float().split(x.shape[-1] // 2, -1)
+    return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1).to(x.dtype)
+
+
+def _neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos[:, None], sin[:, None]
+    x1, x2 = x[..., ::2], x[..., 1::2]
+    return torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).flatten(-2)
+
+
+def _neighbours_of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1).reshape(x.shape).to(x.dtype)
+
+
+def _rotate_every_two(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos.repeat_interleave(2, -1)[:, None], sin.repeat_interleave(2, -1)[:, None]
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    return x * cos + turned * sin
+
+
+def _first_dimensions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = torch.cat((cos, cos), -1)[:, None], torch.cat((sin, sin), -1)[:, None]
+    turned, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    x1, x2 = turned.chunk(2, -1)
+    return torch.cat((turned * cos + torch.cat((-x2, x1), -1) * sin, passed), -1)
+
+
+def _first_dimensions_in_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    x1, x2, passed = x.split([half, half, x.shape[-1] - 2 * half], -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, passed), -1)
+
+
+def _one_table(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = torch.cat((cos, sin), -1)[:, None].to(x.dtype).chunk(2, -1)
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
+
+
+SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "rotate_half": _rotate_half,
+    "rotate_half of chunks, in fp32": _rotate_half_of_chunks,
+    "rotate_half, heads first": _heads_first,
+    "halves": _halves,
+    "halves in fp32": _halves_in_fp32,
+    "neighbours": _neighbours,
+    "neighbours as pairs": _neighbours_of_pairs,
+    "rotate_every_two": _rotate_every_two,
+    "the first dimensions": _first_dimensions,
+    "the first dimensions, in halves": _first_dimensions_in_halves,
+    "one table of cos and sin": _one_table,
+}
+"""What is read as a `Rope`: (x [tokens, heads, head_dim], cos and sin [tokens, half of the turned dimensions])."""

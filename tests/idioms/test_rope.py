@@ -1,0 +1,124 @@
+"""Rotary embedding: every spelling in every dtype, and what must not pass for one."""
+
+import pytest
+import torch
+
+from fusion_passes.idioms import NearMiss, rope
+from fusion_passes.idioms.rope import SPELLINGS, Rope
+from fusion_passes.testing import capture, run
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TOKENS, HEADS, HEAD_DIM = 6, 3, 32
+
+
+def inputs(name, dtype, tokens=TOKENS, heads=HEADS):
+    """x as a slice of a projection, and unlike angles, so that no two columns are the same."""
+    half = 8 if name.startswith("the first") else HEAD_DIM // 2
+    x = torch.randn(tokens, (heads + 1) * HEAD_DIM).to(dtype)[:, HEAD_DIM:].unflatten(-1, (heads, HEAD_DIM))
+    return x, torch.randn(tokens, half).to(dtype), torch.randn(tokens, half).to(dtype)
+
+
+def found(graph):
+    """The rotary embeddings whose result is not a part of another."""
+    ropes = []
+    for item in rope.recognize(graph):
+        assert isinstance(item, Rope), item.reason
+        ropes.append(item)
+    return [r for r in ropes if not any(r.output in other.nodes for other in ropes if other is not r)]
+
+
+def values(graph, nodes):
+    """The values of some nodes of a captured graph."""
+    output = graph.output_node()
+    old = output.args
+    output.args = (tuple(nodes),)
+    results = run(graph)
+    output.args = old
+    return results
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spelling(name):
+    cases = [inputs(name, dtype) for dtype in (BF16, FP16, FP32)]
+    (graph,) = capture(lambda tensors: [SPELLINGS[name](*x) for x in tensors], cases)
+    ropes = found(graph)
+    assert len(ropes) == len(cases)
+    for r, case, out in zip(ropes, cases, run(graph), strict=True):
+        assert r.rotary_dim == 2 * case[1].shape[-1]
+        assert r.interleaved == ("neighbours" in name or "every_two" in name)
+        read = values(graph, r.inputs)
+        (got,) = values(graph, [r.output])
+        error = torch.finfo(got.dtype).eps
+        torch.testing.assert_close(r.reference(*read), got.float(), rtol=4 * error, atol=4 * error)
+        assert got.numel() == out.numel()
+        assert r.x.meta["val"].shape == r.output.meta["val"].shape
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_dynamic_tokens_and_one_head(name):
+    """With one head the tables have the shape of x."""
+    cases = [inputs(name, BF16, heads=heads) for heads in (HEADS, 1)]
+    marks = [(tensor, 0) for case in cases for tensor in case]
+    (graph,) = capture(lambda cases: [SPELLINGS[name](*case) for case in cases], cases, mark_dynamic=marks)
+    several, one = found(graph)
+    for r, heads in ((several, HEADS), (one, 1)):
+        assert heads in r.x.meta["val"].shape
+        assert "index" not in str(r.x.target)
+        assert r.cos.source is not r.x
+
+
+def turned_back(x, cos, sin):
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), -1)
+
+
+def last_dimensions(x, cos, sin):
+    passed, x1, x2 = x.split([HEAD_DIM - 16, 8, 8], -1)
+    cos, sin = cos[..., :8], sin[..., :8]
+    return torch.cat((passed, x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
+
+
+def columns_backwards(x, cos, sin):
+    cos = torch.cat((cos[..., 8:], cos[..., :8]), -1)
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
+
+
+def other_pairs(x, cos, sin):
+    a, b, c, d = x.chunk(4, -1)
+    cos, c2, sin, s2 = (y for t in (cos, sin) for y in t.chunk(2, -1))
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, c * c2 - d * s2, d * c2 + c * s2), -1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (turned_back, "the other way round"),
+        (last_dimensions, "not the first"),
+        (columns_backwards, "the columns of cos"),
+        (other_pairs, "a pair is neither"),
+    ],
+)
+def test_what_is_told_apart(fn, reason):
+    x, cos, sin = inputs("", FP32)
+    (graph,) = capture(lambda x, cos, sin: fn(x, cos[:, None], sin[:, None]), x, cos, sin)
+    (miss,) = rope.recognize(graph)
+    assert isinstance(miss, NearMiss)
+    assert reason in miss.reason
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, a, b: x * a + x.flip(-1) * b,
+        lambda x, a, b: x * a + x * b,
+        lambda x, a, b: torch.cat((x[..., 16:], x[..., :16]), -1) + x,
+        lambda x, a, b: torch.cat((x[..., :16] * a[..., :16], x[..., 16:] + b[..., 16:]), -1),
+        lambda x, a, b: x[..., :16] * a[..., :16] + x[..., 16:] * b[..., 16:],
+        lambda x, a, b: torch.cat((x[..., :16] * 2.0 - x[..., 16:], x[..., 16:] * 2.0 + x[..., :16]), -1),
+    ],
+)
+def test_what_is_none(fn):
+    x, _, _ = inputs("", FP32)
+    (graph,) = capture(fn, x, torch.randn(TOKENS, 1, HEAD_DIM), torch.randn(TOKENS, 1, HEAD_DIM))
+    assert list(rope.recognize(graph)) == []
