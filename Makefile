@@ -37,10 +37,10 @@ endif
 PYTEST := $(PYTHON) -m pytest
 ARGS ?=
 
-.PHONY: help setup test test-slow test-gpu lint format types demo bench docs clean
+.PHONY: help setup test test-slow test-gpu sanitize-gpu lint format types demo bench docs clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
 
 setup: $(READY) ## create .venv with torch, this package and the development tools; nothing to do when up to date
 	@$(PYTHON) -c 'import sys, torch; print(f"python {sys.version.split()[0]}, torch {torch.__version__}: {sys.executable}")'
@@ -68,6 +68,9 @@ test-slow: $(READY) ## the slow tests
 
 test-gpu: $(READY) ## the tests that need a CUDA card; recorded in benchmarks/results/test-gpu-<card>.json
 	$(PYTEST) tests -m gpu --record benchmarks/results $(ARGS)
+
+sanitize-gpu: $(READY) ## the GPU tests of kernels and ops under compute-sanitizer; recorded in benchmarks/results
+	$(PYTHON) tests/sanitize.py --record benchmarks/results $(ARGS)
 
 lint: $(READY) ## ruff: format and lint
 	$(PYTHON) -m ruff format --check .

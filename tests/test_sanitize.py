@@ -1,0 +1,32 @@
+"""What the runner of compute-sanitizer reads from its logs, and that its tests exist."""
+
+from tests import sanitize
+
+CLEAN = """========= COMPUTE-SANITIZER
+============================= test session starts ==============================
+tests/kernels/test_a.py::test_b[cuda-1 FAILED] PASSED                    [ 50%]
+tests/kernels/test_a.py::test_c SKIPPED (needs a card)                   [100%]
+========= ERROR SUMMARY: 0 errors
+"""
+BROKEN = """========= COMPUTE-SANITIZER
+tests/kernels/test_a.py::test_b PASSED                                   [ 25%]
+========= Invalid __global__ read of size 4 bytes
+=========     at _paged_prefill+0x2e0
+========= Invalid __global__ write of size 2 bytes
+tests/kernels/test_a.py::test_c FAILED                                   [ 50%]
+tests/kernels/test_a.py::test_d """
+
+
+def test_logs():
+    assert sanitize.outcomes(CLEAN) == {"passed": 1, "skipped": 1}
+    assert sanitize.outcomes(BROKEN) == {"passed": 1, "failed": 1}
+    assert sanitize.errors(CLEAN) == 0
+    assert sanitize.errors(BROKEN) == 2
+    assert sanitize.errors(BROKEN + "\n========= ERROR SUMMARY: 3 errors\n") == 3
+    assert sanitize.errors("compute-sanitizer: cannot be started") is None
+
+
+def test_selection():
+    ids = sanitize.collect(("tests/ops/test_kv_cache_write.py",), sanitize.LEFT_OUT)
+    assert ids
+    assert all("cuda" in each for each in ids)
