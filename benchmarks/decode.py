@@ -15,9 +15,7 @@ variant and batch, with Inductor's caches off.  Weights are far larger than the 
 """
 
 import argparse
-import datetime
 import functools
-import json
 import statistics
 import time
 from collections import defaultdict
@@ -25,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
 import torch._dynamo.config
 import torch._inductor.config
@@ -122,30 +121,13 @@ def sites(report: Report) -> list[str]:
     return [f"{site.rule}: {site.status}" + (f": {site.reason}" if site.reason else "") for site in report.sites]
 
 
-def capture(step: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        step()
-    return graph
-
-
 def milliseconds(graphs: dict[str, torch.cuda.CUDAGraph], seconds: float) -> dict[str, float]:
     """Median time of a replay of each, in turn."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
     end = time.monotonic() + seconds
     while time.monotonic() < end or len(times[BASELINE]) < 12:
         for name, graph in graphs.items():
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before.record()
-            graph.replay()
-            after.record()
-            torch.cuda.synchronize()
-            times[name].append(before.elapsed_time(after))
+            times[name].append(common.replay(graph) / 1e3)
     return {name: statistics.median(values[2:]) for name, values in times.items()}
 
 
@@ -187,7 +169,7 @@ def measure(
         report, start = Report(), time.monotonic()
         prepare(model, variant, report)
         for context, arguments in batches.items():
-            graphs[context][variant] = capture(lambda arguments=arguments: model(*arguments))
+            graphs[context][variant] = common.capture([lambda arguments=arguments: model(*arguments)], 1)
         compile_seconds[variant] = round(time.monotonic() - start, 1)
         matches[variant] = sites(report)
     rows = []
@@ -232,25 +214,8 @@ def main() -> None:
             shown = {name: value for name, value in row.items() if name != "kernels"}
             print(f"{time.monotonic() - started:6.1f} s  {shown}", flush=True)
             if arguments.record:  # after each, so that what was measured is not lost with what was not
-                record(arguments.record, arguments.preset, backend, rows)
-
-
-def record(folder: Path, preset: str, backend: str, rows: list[dict[str, object]]) -> None:
-    import triton
-
-    figures = {
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "model": preset,
-        "backend": backend,
-        "page_size": PAGE,
-        "rows": rows,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "decode.json").write_text(json.dumps(figures, indent=1) + "\n")
+                figures = {"model": arguments.preset, "backend": backend, "page_size": PAGE, "rows": rows}
+                common.write(arguments.record / "decode.json", figures)
 
 
 if __name__ == "__main__":
