@@ -18,6 +18,7 @@ import torch
 
 from fusion_passes import inductor
 from fusion_passes.config import ENV_PREFIX, PassConfig
+from fusion_passes.ops.attention_quant import AttentionQuantArguments
 from fusion_passes.quant import dtype_name
 from fusion_passes.rule import Rule
 
@@ -77,7 +78,7 @@ def _why_unusable(kernel: Any) -> str:
     if not torch.cuda.is_available():
         return "not usable: no NVIDIA GPU is visible"
     query = torch.empty((1, 1, 1, kernel.head_dims[0]), dtype=kernel.dtypes[0], device="cuda")
-    why = kernel.unsupported(query, query, query, dtype=kernel.output_dtypes[0])
+    why = kernel.unsupported(AttentionQuantArguments(query, query, query, dtype=kernel.output_dtypes[0]))
     if why is None:
         try:
             importlib.import_module(kernel.module)

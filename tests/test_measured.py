@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusion_passes.measured import Measurement, judge, records
-from fusion_passes.ops.attention_quant import KERNELS
+from fusion_passes.ops.attention_quant import KERNELS, AttentionQuantArguments
 
 ROWS = [Measurement(256, 1.5), Measurement(256, 1.2), Measurement(1024, 0.9), Measurement(4096, 1.1)]
 
@@ -57,5 +57,5 @@ def test_attention_quant_on_an_h200(shape, causal, pays, monkeypatch):
     monkeypatch.setattr(attention_quant, "device_capability", lambda device: (9, 0))
     mode = FakeTensorMode()
     q = FakeTensor(mode, torch.empty(shape, dtype=torch.bfloat16, device="meta"), torch.device("cuda:0"))
-    verdict = attention_quant.verdict(q, q, q, None, is_causal=causal, scale=None, dtype=torch.float8_e4m3fn)
+    verdict = attention_quant.verdict(AttentionQuantArguments(q, q, q, is_causal=causal))
     assert (verdict.ratio is not None and verdict.ratio >= 1.0) == pays, verdict.why

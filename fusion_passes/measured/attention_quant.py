@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from fusion_passes.measured import Measurement, Verdict, judge, records
-from fusion_passes.ops.attention_quant import choose
+from fusion_passes.ops.attention_quant import AttentionQuantArguments, choose
 from fusion_passes.ops.support import device_capability, device_name
 from fusion_passes.symbolic import hint
 
 
-def verdict(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    dtype: torch.dtype,
-) -> Verdict:
-    """By the card, the kernel that takes these (real or fake) tensors, the head size, and the kind of mask.
+def verdict(a: AttentionQuantArguments) -> Verdict:
+    """By the card, the kernel that takes this call (real or fake tensors), the head size, and the kind of mask.
 
     Not by dtype: it was measured from bf16 to e4m3fn, and the others move as many bytes.  On a machine without a card,
     fake CUDA tensors go by compute capability.
     """
-    kernel = choose(query, key, value, attn_mask, is_causal=is_causal, scale=scale, dtype=dtype)
+    kernel, query = choose(a), a.query
     if kernel is None:
         return Verdict(None, "no kernel supports it")
-    head_dim, q_len, kv_len = query.shape[3], hint(query.shape[2]), hint(key.shape[2])
-    kind = "causal" if is_causal else "full" if attn_mask is None else "masked"
+    head_dim, q_len, kv_len = query.shape[3], hint(query.shape[2]), hint(a.key.shape[2])
+    kind = "causal" if a.is_causal else "full" if a.attn_mask is None else "masked"
     capability, name = list(device_capability(query.device) or ()), device_name(query.device)
     card = name or f"a card of compute capability {'.'.join(map(str, capability))}"
     found = []

@@ -8,7 +8,8 @@ for all values of a symbolic size counts as supported, and no question adds a gu
 import functools
 import importlib
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from types import ModuleType
 
 import torch
@@ -30,6 +31,98 @@ OUTPUT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MASK_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16)
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionQuantArguments:
+    """A call of the op, in the order of its schema: what the fields mean, `attention_quant` says."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    output_scale: Tensor | None = None
+    _: KW_ONLY
+    is_causal: bool = False
+    scale: float | None = None
+    output_scale_factor: float = 1.0
+    output_scale_inverse: bool = False
+    dtype: torch.dtype = torch.float8_e4m3fn
+    layout: str = "bshd"
+
+    def validate(self) -> None:
+        """Raise ValueError, or TypeError for a dtype, if the call cannot mean anything."""
+        query, key, value, attn_mask, output_scale = self.query, self.key, self.value, self.attn_mask, self.output_scale
+        if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
+            shapes = f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+            raise ValueError(
+                f"query, key and value must be [batch, heads, length, head_dim], got {shapes}: add a batch dim"
+            )
+        if not query.dtype == key.dtype == value.dtype or not query.dtype.is_floating_point:
+            raise TypeError(
+                "query, key and value must have one floating-point dtype, "
+                f"got {query.dtype}, {key.dtype} and {value.dtype}"
+            )
+        if not query.device == key.device == value.device:
+            raise ValueError(
+                f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}"
+            )
+        batch, heads, q_len, head_dim = query.shape
+        kv_heads, kv_len = key.shape[1], key.shape[2]
+        if any(known(a != b) for a, b in zip(key.shape, value.shape, strict=True)):
+            raise ValueError(f"key and value must have one shape, got {list(key.shape)} and {list(value.shape)}")
+        if known(key.shape[0] != batch) or known(key.shape[3] != head_dim):
+            raise ValueError(
+                f"query and key must share batch and head_dim, got {list(query.shape)} and {list(key.shape)}: "
+                "expand the batch, and pad or project the heads, before the call"
+            )
+        if known(kv_heads == 0) or known(heads % kv_heads != 0):
+            raise ValueError(f"the number of query heads, {heads}, must be a multiple of the key heads, {kv_heads}")
+        if self.dtype not in OUTPUT_DTYPES:
+            raise TypeError(f"dtype must be one of {OUTPUT_DTYPES}, got {self.dtype}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be 'bshd' or 'bhsd', got {self.layout!r}")
+        if attn_mask is not None:
+            if self.is_causal:
+                raise ValueError("attn_mask and is_causal exclude each other: fold the causal part into the mask")
+            if attn_mask.dtype not in MASK_DTYPES or attn_mask.device != query.device:
+                raise TypeError(
+                    f"attn_mask must be bool or floating point on {query.device}, "
+                    f"got {attn_mask.dtype} on {attn_mask.device}"
+                )
+            target = (batch, heads, q_len, kv_len)
+            sizes = zip(reversed(attn_mask.shape), reversed(target), strict=False)
+            if attn_mask.ndim > 4 or any(known(size != 1) and known(size != full) for size, full in sizes):
+                raise ValueError(f"attn_mask of shape {list(attn_mask.shape)} does not broadcast to {list(target)}")
+        if output_scale is not None:
+            if output_scale.dtype is not torch.float32:
+                raise TypeError(f"output_scale must be float32, got {output_scale.dtype}: convert it with .float()")
+            if known(output_scale.numel() != 1):
+                raise ValueError(
+                    "output_scale must hold one element (per-tensor quantisation), "
+                    f"got shape {list(output_scale.shape)}"
+                )
+            if output_scale.device != query.device:
+                raise ValueError(
+                    f"output_scale is on {output_scale.device}, query on {query.device}: move it there once, "
+                    "for instance by making it a buffer of the module"
+                )
+
+    @property
+    def aligned(self) -> bool:
+        """Whether TMA takes the addresses of query, key and value."""
+        return (self.query.data_ptr() | self.key.data_ptr() | self.value.data_ptr()) % ALIGNMENT == 0
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """All that validation and the choice of a kernel look at."""
+        tensors = (self.query, self.key, self.value, self.attn_mask, self.output_scale)
+        described = (None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors)
+        return *described, self.is_causal, self.scale, self.dtype, self.layout, self.aligned
+
+    def empty(self) -> Tensor:
+        """Memory for the result."""
+        return empty_output(self.query, self.dtype, self.layout)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel and the inputs that it supports. `None` in a field means any."""
@@ -46,37 +139,26 @@ class Kernel:
     stride_bytes: int | None = None  # every stride but the last is a multiple; so is the address, checked on a call
     positive_scale: bool = False
 
-    def unsupported(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        *,
-        is_causal: bool = False,
-        scale: float | None = None,
-        dtype: torch.dtype = torch.float8_e4m3fn,
-        capability: Capability | None = None,
-    ) -> str | None:
-        """Why this kernel cannot take these inputs, as a sentence, or None if it can. Real or fake tensors.
+    def unsupported(self, a: AttentionQuantArguments, capability: Capability | None = None) -> str | None:
+        """Why this kernel cannot take a call, as a sentence, or None if it can. Real or fake tensors.
 
         capability: of the GPU that will run it; asked of query's device if None.
         """
-        del is_causal  # every kernel has both
+        query, key = a.query, a.key
         head_dim = query.shape[-1]
         if not any(known(head_dim == d) for d in self.head_dims):
             return f"{self.name} has no head size {head_dim}, only {', '.join(map(str, self.head_dims))}"
         if query.dtype not in self.dtypes:
             return f"{self.name} takes {_names(self.dtypes)} inputs, not {_names((query.dtype,))}"
-        if dtype not in self.output_dtypes:
-            return f"{self.name} writes {_names(self.output_dtypes)}, not {_names((dtype,))}"
-        if attn_mask is not None and not self.masks:
+        if a.dtype not in self.output_dtypes:
+            return f"{self.name} writes {_names(self.output_dtypes)}, not {_names((a.dtype,))}"
+        if a.attn_mask is not None and not self.masks:
             return f"{self.name} takes no attention mask"
         if not self.cross_lengths and not known(query.shape[2] == key.shape[2]):
             return f"{self.name} needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}"
-        if self.positive_scale and scale is not None and not scale > 0.0:
-            return f"{self.name} needs a positive softmax scale, got {scale}"
-        for label, x in (("query", query), ("key", key), ("value", value)):
+        if self.positive_scale and a.scale is not None and not a.scale > 0.0:
+            return f"{self.name} needs a positive softmax scale, got {a.scale}"
+        for label, x in (("query", query), ("key", key), ("value", a.value)):
             if not known(x.stride(-1) == 1):
                 return f"{label} has stride {x.stride(-1)} in its last dimension; {self.name} needs 1"
             if self.stride_bytes is not None:
@@ -124,120 +206,26 @@ KERNELS = (
 )
 
 
-def choose(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    capability: Capability | None = None,
-) -> Kernel | None:
-    """The first of `KERNELS` that supports these inputs, or None. Arguments as in `Kernel.unsupported`.
+def choose(a: AttentionQuantArguments, capability: Capability | None = None) -> Kernel | None:
+    """The first of `KERNELS` that supports a call, or None. Arguments as in `Kernel.unsupported`.
 
     On fake tensors this is the kernel of the worst case: the sizes of a call may allow a better one.
     """
-    for kernel in KERNELS:
-        why = kernel.unsupported(
-            query, key, value, attn_mask, is_causal=is_causal, scale=scale, dtype=dtype, capability=capability
-        )
-        if why is None:
-            return kernel
-    return None
+    return next((kernel for kernel in KERNELS if kernel.unsupported(a, capability) is None), None)
 
 
-def why_unsupported(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    capability: Capability | None = None,
-) -> str | None:
-    """Why no kernel supports these inputs (the sentence of the least demanding one), or None if one does.
+def why_unsupported(a: AttentionQuantArguments, capability: Capability | None = None) -> str | None:
+    """Why no kernel supports a call (the sentence of the least demanding one), or None if one does.
 
     CPU tensors are always supported, by the reference, unless a capability is named.
     """
-    if query.device.type == "cpu" and capability is None:
+    if a.query.device.type == "cpu" and capability is None:
         return None
     why = None
     for kernel in KERNELS:
-        why = kernel.unsupported(
-            query, key, value, attn_mask, is_causal=is_causal, scale=scale, dtype=dtype, capability=capability
-        )
-        if why is None:
+        if (why := kernel.unsupported(a, capability)) is None:
             break
     return why
-
-
-def validate(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    output_scale: Tensor | None,
-    is_causal: bool,
-    dtype: torch.dtype,
-    layout: str,
-) -> None:
-    """Raise ValueError, or TypeError for a dtype, if the operator cannot mean anything with these arguments."""
-    if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
-        shapes = f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
-        raise ValueError(
-            f"query, key and value must be [batch, heads, length, head_dim], got {shapes}: add a batch dim"
-        )
-    if not query.dtype == key.dtype == value.dtype or not query.dtype.is_floating_point:
-        raise TypeError(
-            f"query, key and value must have one floating-point dtype, got {query.dtype}, {key.dtype} and {value.dtype}"
-        )
-    if not query.device == key.device == value.device:
-        raise ValueError(
-            f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}"
-        )
-    batch, heads, q_len, head_dim = query.shape
-    kv_heads, kv_len = key.shape[1], key.shape[2]
-    if any(known(a != b) for a, b in zip(key.shape, value.shape, strict=True)):
-        raise ValueError(f"key and value must have one shape, got {list(key.shape)} and {list(value.shape)}")
-    if known(key.shape[0] != batch) or known(key.shape[3] != head_dim):
-        raise ValueError(
-            f"query and key must share batch and head_dim, got {list(query.shape)} and {list(key.shape)}: "
-            "expand the batch, and pad or project the heads, before the call"
-        )
-    if known(kv_heads == 0) or known(heads % kv_heads != 0):
-        raise ValueError(f"the number of query heads, {heads}, must be a multiple of the key heads, {kv_heads}")
-    if dtype not in OUTPUT_DTYPES:
-        raise TypeError(f"dtype must be one of {OUTPUT_DTYPES}, got {dtype}")
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be 'bshd' or 'bhsd', got {layout!r}")
-    if attn_mask is not None:
-        if is_causal:
-            raise ValueError("attn_mask and is_causal exclude each other: fold the causal part into the mask")
-        if attn_mask.dtype not in MASK_DTYPES or attn_mask.device != query.device:
-            raise TypeError(
-                f"attn_mask must be bool or floating point on {query.device}, "
-                f"got {attn_mask.dtype} on {attn_mask.device}"
-            )
-        target = (batch, heads, q_len, kv_len)
-        sizes = zip(reversed(attn_mask.shape), reversed(target), strict=False)
-        if attn_mask.ndim > 4 or any(known(size != 1) and known(size != full) for size, full in sizes):
-            raise ValueError(f"attn_mask of shape {list(attn_mask.shape)} does not broadcast to {list(target)}")
-    if output_scale is not None:
-        if output_scale.dtype is not torch.float32:
-            raise TypeError(f"output_scale must be float32, got {output_scale.dtype}: convert it with .float()")
-        if known(output_scale.numel() != 1):
-            raise ValueError(
-                f"output_scale must hold one element (per-tensor quantisation), got shape {list(output_scale.shape)}"
-            )
-        if output_scale.device != query.device:
-            raise ValueError(
-                f"output_scale is on {output_scale.device}, query on {query.device}: move it there once, "
-                "for instance by making it a buffer of the module"
-            )
 
 
 def _version(pair: tuple[int, int]) -> str:
@@ -256,84 +244,36 @@ def empty_output(query: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
     return query.new_empty((batch, heads, q_len, head_dim), dtype=dtype)
 
 
-def _fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    output_scale: Tensor | None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    output_scale_factor: float = 1.0,
-    output_scale_inverse: bool = False,
-    dtype: torch.dtype,
-    layout: str = "bshd",
-) -> Tensor:
-    validate(query, key, value, attn_mask, output_scale, is_causal, dtype, layout)
-    return empty_output(query, dtype, layout)
+def _fake(a: AttentionQuantArguments) -> Tensor:
+    a.validate()
+    return a.empty()
 
 
-def _cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    output_scale: Tensor | None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    output_scale_factor: float = 1.0,
-    output_scale_inverse: bool = False,
-    dtype: torch.dtype,
-    layout: str = "bshd",
-) -> Tensor:
-    validate(query, key, value, attn_mask, output_scale, is_causal, dtype, layout)
+def _cpu(a: AttentionQuantArguments) -> Tensor:
+    a.validate()
     out = reference.attention_quant(
-        query,
-        key,
-        value,
-        attn_mask,
-        output_scale,
-        is_causal=is_causal,
-        scale=scale,
-        output_scale_factor=output_scale_factor,
-        output_scale_inverse=output_scale_inverse,
-        dtype=dtype,
+        *(a.query, a.key, a.value, a.attn_mask, a.output_scale),
+        is_causal=a.is_causal,
+        scale=a.scale,
+        output_scale_factor=a.output_scale_factor,
+        output_scale_inverse=a.output_scale_inverse,
+        dtype=a.dtype,
     )
-    return empty_output(query, dtype, layout).copy_(out)
+    return a.empty().copy_(out)
 
 
-def _cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    output_scale: Tensor | None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    output_scale_factor: float = 1.0,
-    output_scale_inverse: bool = False,
-    dtype: torch.dtype,
-    layout: str = "bshd",
-) -> Tensor:
-    module = _decide(query, key, value, attn_mask, output_scale, is_causal, scale, dtype, layout)
-    out = empty_output(query, dtype, layout)
+def _cuda(a: AttentionQuantArguments) -> Tensor:
+    module = _decide(a)
+    out = a.empty()
     if out.numel() == 0:
         return out
-    with torch.cuda.device(query.device):
+    with torch.cuda.device(a.query.device):
         module.launch(
-            out,
-            query,
-            key,
-            value,
-            attn_mask,
-            output_scale,
-            is_causal=is_causal,
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            output_scale_factor=output_scale_factor,
-            output_scale_inverse=output_scale_inverse,
+            *(out, a.query, a.key, a.value, a.attn_mask, a.output_scale),
+            is_causal=a.is_causal,
+            scale=a.query.shape[-1] ** -0.5 if a.scale is None else a.scale,
+            output_scale_factor=a.output_scale_factor,
+            output_scale_inverse=a.output_scale_inverse,
         )
     return out
 
@@ -341,53 +281,26 @@ def _cuda(
 _decided: dict[tuple[object, ...], ModuleType] = {}
 
 
-def _decide(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    output_scale: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    dtype: torch.dtype,
-    layout: str,
-) -> ModuleType:
+def _decide(a: AttentionQuantArguments) -> ModuleType:
     """Validate a call and choose its kernel's module; remembered by all that this looks at, since a call that launches
     a kernel of some microseconds must not spend more on questions."""
-    aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT == 0
-    signature = (
-        *(_described(x) for x in (query, key, value, attn_mask, output_scale)),
-        *(is_causal, scale, dtype, layout, aligned),
-    )
+    signature = a.signature
     module = _decided.get(signature)
     if module is None:
-        validate(query, key, value, attn_mask, output_scale, is_causal, dtype, layout)
-        module = _runnable(query, key, value, attn_mask, is_causal, scale, dtype, aligned)
+        a.validate()
+        module = _runnable(a)
         if len(_decided) >= MAX_DECISIONS:
             _decided.clear()
         _decided[signature] = module
     return module
 
 
-def _described(x: Tensor | None) -> tuple[object, ...] | None:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
-
-
-def _runnable(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    dtype: torch.dtype,
-    aligned: bool,
-) -> ModuleType:
+def _runnable(a: AttentionQuantArguments) -> ModuleType:
     """The module of the first kernel that supports these tensors and can be imported."""
     why = None
     for kernel in KERNELS:
-        why = kernel.unsupported(query, key, value, attn_mask, is_causal=is_causal, scale=scale, dtype=dtype)
-        if why is None and kernel.stride_bytes is not None and not aligned:
+        why = kernel.unsupported(a)
+        if why is None and kernel.stride_bytes is not None and not a.aligned:
             why = f"{kernel.name} needs addresses that are multiples of {ALIGNMENT} bytes"
         if why is None:
             module = _load(kernel)
@@ -416,9 +329,15 @@ _library.define(
     # The kernels' limits are asked of the strides in the graph, so those must be the strides of the call.
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
-_library.impl("attention_quant", _cpu, "CPU")
-_library.impl("attention_quant", _cuda, "CUDA")
-torch.library.register_fake("fusion_passes::attention_quant", _fake, lib=_library)
+
+
+def _takes(run: Callable[[AttentionQuantArguments], Tensor]) -> Callable[..., Tensor]:
+    return lambda *tensors, **options: run(AttentionQuantArguments(*tensors, **options))
+
+
+_library.impl("attention_quant", _takes(_cpu), "CPU")
+_library.impl("attention_quant", _takes(_cuda), "CUDA")
+torch.library.register_fake("fusion_passes::attention_quant", _takes(_fake), lib=_library)
 
 
 def attention_quant(
@@ -453,11 +372,7 @@ def attention_quant(
     Raises ValueError or TypeError for arguments without a meaning, NotImplementedError where no kernel exists.
     """
     out: Tensor = torch.ops.fusion_passes.attention_quant(
-        query,
-        key,
-        value,
-        attn_mask,
-        output_scale,
+        *(query, key, value, attn_mask, output_scale),
         is_causal=is_causal,
         scale=scale,
         output_scale_factor=output_scale_factor,

@@ -4,7 +4,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fusion_passes.ops.attention_quant import KERNELS, why_unsupported
+from fusion_passes.ops.attention_quant import KERNELS, AttentionQuantArguments, why_unsupported
 from tests.fusions.accuracy import check, check_layout
 from tests.fusions.cases import dynamic, each, varied
 from tests.fusions.without_code import STOCK, WithoutCode
@@ -119,6 +119,6 @@ def test_the_limits_of_kernels_add_no_guard():
     q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
     before = len(mode.shape_env.guards)
     for kernel in KERNELS:
-        assert "has no head size" in kernel.unsupported(q, k, v, capability=(9, 0))
-    assert "has no head size" in why_unsupported(q, k, v, capability=(9, 0))
+        assert "has no head size" in kernel.unsupported(AttentionQuantArguments(q, k, v), (9, 0))
+    assert "has no head size" in why_unsupported(AttentionQuantArguments(q, k, v), (9, 0))
     assert len(mode.shape_env.guards) == before

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion_passes import reference
-from fusion_passes.ops.attention_quant import KERNELS
+from fusion_passes.ops.attention_quant import KERNELS, AttentionQuantArguments
 from fusion_passes.quant import codes, max_value, saturate
 
 # Infinities and NaN are numbers here; NumPy, in the interpreter, warns of them.
@@ -27,7 +27,7 @@ def qkv(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=BF16):
 
 def run(kernel, q, k, v, mask=None, out_scale=None, *, dtype=E4M3, layout="bhsd", out=None, **options):
     """Launch a kernel, into memory full of NaN."""
-    why = kernel.unsupported(q, k, v, mask, dtype=dtype, capability=None if q.is_cuda else (9, 0))
+    why = kernel.unsupported(AttentionQuantArguments(q, k, v, mask, dtype=dtype), None if q.is_cuda else (9, 0))
     if why is not None:
         pytest.skip(why)
     if out is None:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fusion_passes import reference
-from fusion_passes.ops.attention_quant import KERNELS, attention_quant, choose, validate, why_unsupported
+from fusion_passes.ops.attention_quant import KERNELS, AttentionQuantArguments, attention_quant, choose, why_unsupported
 from fusion_passes.quant import max_value
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -107,7 +107,7 @@ def test_errors_say_what_to_do(message, fake):
     if not fake:
         options = {"is_causal": False, "layout": "bshd"} | arguments
         with pytest.raises((ValueError, TypeError), match=message):
-            validate(*positional, **options)
+            AttentionQuantArguments(*positional, **options).validate()
     else:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises((ValueError, TypeError), match=message):
             OP(*(x if x is None else mode.from_tensor(x) for x in positional), **arguments)
@@ -150,26 +150,28 @@ def test_choice_of_kernel(monkeypatch):
     with FakeTensorMode():
         q, k, v = fake_cuda(2, 8, 2, 64, 64, 128)
         mask = torch.ones(64, 64, dtype=torch.bool, device="cuda")
-        assert choose(q, k, v, capability=(9, 0)) is HOPPER
-        assert choose(q, k, v, capability=(10, 0)) is PORTABLE
-        assert choose(q, k, v, mask, capability=(9, 0)) is PORTABLE
-        assert choose(*fake_cuda(2, 8, 2, 1, 64, 128), capability=(9, 0)) is PORTABLE
-        assert choose(q, k, v, scale=-1.0, capability=(9, 0)) is PORTABLE
+        assert choose(AttentionQuantArguments(q, k, v), (9, 0)) is HOPPER
+        assert choose(AttentionQuantArguments(q, k, v), (10, 0)) is PORTABLE
+        assert choose(AttentionQuantArguments(q, k, v, mask), (9, 0)) is PORTABLE
+        assert choose(AttentionQuantArguments(*fake_cuda(2, 8, 2, 1, 64, 128)), (9, 0)) is PORTABLE
+        assert choose(AttentionQuantArguments(q, k, v, scale=-1.0), (9, 0)) is PORTABLE
         one_head = fake_cuda(2, 8, 1, 64, 64, 128)[1]
-        assert choose(q, one_head, one_head, capability=(9, 0)) is HOPPER
-        assert choose(q, one_head.expand(2, 2, 64, 128), v, capability=(9, 0)) is HOPPER
-        assert choose(*fake_cuda(2, 3, 1, 64, 64, 68)[:1], k, v, capability=(9, 0)) is None
-        assert choose(*fake_cuda(2, 8, 8, 64, 64, 96), capability=(9, 0)) is PORTABLE
-        assert choose(q, k, v, capability=(8, 0)) is None
-        assert "8.9 or later, found 8.0" in why_unsupported(q, k, v, capability=(8, 0))
-        assert "head size 72" in why_unsupported(*fake_cuda(2, 8, 8, 64, 64, 72), capability=(9, 0))
-        assert "not float32" in why_unsupported(*fake_cuda(2, 8, 8, 64, 64, 64, torch.float32), capability=(9, 0))
+        assert choose(AttentionQuantArguments(q, one_head, one_head), (9, 0)) is HOPPER
+        assert choose(AttentionQuantArguments(q, one_head.expand(2, 2, 64, 128), v), (9, 0)) is HOPPER
+        assert choose(AttentionQuantArguments(*fake_cuda(2, 3, 1, 64, 64, 68)[:1], k, v), (9, 0)) is None
+        assert choose(AttentionQuantArguments(*fake_cuda(2, 8, 8, 64, 64, 96)), (9, 0)) is PORTABLE
+        assert choose(AttentionQuantArguments(q, k, v), (8, 0)) is None
+        assert "8.9 or later, found 8.0" in why_unsupported(AttentionQuantArguments(q, k, v), (8, 0))
+        assert "head size 72" in why_unsupported(AttentionQuantArguments(*fake_cuda(2, 8, 8, 64, 64, 72)), (9, 0))
+        assert "not float32" in why_unsupported(
+            AttentionQuantArguments(*fake_cuda(2, 8, 8, 64, 64, 64, torch.float32)), (9, 0)
+        )
         last = torch.empty(2, 8, 128, 64, dtype=torch.bfloat16, device="cuda").transpose(2, 3)
-        assert "stride 64 in its last dimension" in why_unsupported(last, k, v, capability=(9, 0))
+        assert "stride 64 in its last dimension" in why_unsupported(AttentionQuantArguments(last, k, v), (9, 0))
         monkeypatch.setattr(module, "triton_version", lambda: (3, 9))
-        assert choose(q, k, v, capability=(9, 0)) is PORTABLE
-        assert "found 3.9" in HOPPER.unsupported(q, k, v, capability=(9, 0))
-    assert why_unsupported(*packed()) is None  # the reference, on the CPU
+        assert choose(AttentionQuantArguments(q, k, v), (9, 0)) is PORTABLE
+        assert "found 3.9" in HOPPER.unsupported(AttentionQuantArguments(q, k, v), (9, 0))
+    assert why_unsupported(AttentionQuantArguments(*packed())) is None  # the reference, on the CPU
 
 
 def test_symbolic_sizes_add_no_guard():
@@ -179,8 +181,8 @@ def test_symbolic_sizes_add_no_guard():
             torch.empty(3, 70, 8, 64, dtype=torch.bfloat16),
             symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2 + [DimDynamic.STATIC] * 2),
         ).transpose(1, 2)
-        assert PORTABLE.unsupported(x, x, x, capability=(9, 0)) is None
-        assert choose(x, x, x, capability=(9, 0)) in KERNELS
+        assert PORTABLE.unsupported(AttentionQuantArguments(x, x, x), (9, 0)) is None
+        assert choose(AttentionQuantArguments(x, x, x), (9, 0)) in KERNELS
         out = OP(x, x, x, None, None, dtype=torch.float8_e4m3fn)
         assert out.shape == x.shape
         assert out.stride() == x.stride()
