@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusion_passes.models.llama import PRESETS
-from fusion_passes.models.paged_llama import PagedLlama
+from fusion_passes.models.paged_llama import PagedLlama, randomize
 from fusion_passes.nn import AttentionMetadata
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -162,6 +162,32 @@ def test_batches_of_a_model_are_greedy_generation(serving):
     assert [request.output for request in requests] == expected
     assert any(request.preemptions for request in requests)
     assert {kind[2] for kind in kinds} == {True, False}
+
+
+def generated(serving, model, **options):
+    """What a few requests get, with pages for not all of them at once."""
+    model.allocate_cache(12)
+    scheduler = serving.Scheduler(12, 16, max_seqs=5, budget=64, context=96)
+    runner = serving.Runner(model, max_seqs=5, budget=64, context=96, page_size=16, **options)
+    for size in runner.sizes():
+        runner.warm_up(size)
+    requests = [serving.Request([i * 31 % 256 for i in range(length)], 20) for length in (40, 7, 61, 1, 33, 70)]
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.busy:
+        batch = scheduler.next_step()
+        scheduler.finish_step(batch, runner.run(batch))
+    return [request.output for request in requests]
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_say_what_the_model_says(serving):
+    config = dataclasses.replace(PRESETS["tiny"], context=96)
+    model = PagedLlama(config, fp8=True, block_size=16, device="cuda").eval()
+    randomize(model)
+    expected = generated(serving, model, cuda_graphs=False)
+    assert generated(serving, model, cuda_graphs=True) == expected
+    assert len({tuple(output) for output in expected}) == 6
 
 
 def test_sizes_hold_every_batch(serving):
