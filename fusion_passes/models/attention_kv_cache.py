@@ -180,5 +180,5 @@ class AttentionKVCacheFp8StaticQuantFusedModel(AttentionKVCacheFp8StaticQuantPat
 def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     """Rotary embedding of the whole head, neox pairs. x: [tokens, heads, head_dim]."""
     half = x.shape[-1] // 2
-    angle = positions[:, None] * base ** (torch.arange(half, device=x.device) / -half)
+    angle = positions[:, None, None] * base ** (torch.arange(half, device=x.device) / -half)
     return reference.rope(x, angle.cos(), angle.sin(), rotary_dim=2 * half).to(x.dtype)

@@ -12,6 +12,8 @@ from torch import Tensor
 from fusion_passes.nn import flex
 from fusion_passes.nn.kv_cache import STATIC_PAGE_MULTIPLE, AttentionMetadata, Layout, PagedKVCache, StaticKVCache
 from fusion_passes.ops import paged_attention, paged_attention_group_quant
+from fusion_passes.ops.paged_attention import KERNEL_DTYPES, KERNEL_HEAD_DIMS
+from fusion_passes.ops.support import device_capability
 from fusion_passes.quant import FP8_DTYPES, QuantSpec
 
 
@@ -191,8 +193,20 @@ class Triton(PagedAttentionOp):
 
     name = "triton"
     implementation = "auto"
-    head_dims = (16, 32, 64, 128, 256)
-    cache_dtypes = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+    head_dims = KERNEL_HEAD_DIMS
+    cache_dtypes = KERNEL_DTYPES
+
+    @classmethod
+    def why_unsupported(cls, request: Request) -> list[str]:
+        """Also what the GPU cannot do, if there is one."""
+        reasons = super().why_unsupported(request)
+        if request.device == "cuda" and torch.cuda.is_available():
+            capability = device_capability(torch.device("cuda"))
+            needed = (8, 9) if request.cache_dtype in FP8_DTYPES else (8, 0)
+            if capability is None or capability < needed:
+                found = "this is another GPU" if capability is None else "this has {}.{}".format(*capability)
+                reasons.append(f"it needs an NVIDIA GPU of compute capability {needed[0]}.{needed[1]}, {found}")
+        return reasons
 
 
 class Flex(AttentionBackend):

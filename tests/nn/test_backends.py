@@ -10,6 +10,7 @@ import torch
 
 from fusion_passes import reference
 from fusion_passes.nn import Attention, AttentionMetadata, PagedKVCache, StaticKVCache, backends, flex
+from fusion_passes.ops.paged_attention import PagedAttentionArguments, why_unsupported
 from fusion_passes.quant import QuantSpec, dtype_name
 
 PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
@@ -87,6 +88,32 @@ def test_no_backend_has_other_output(backend, static):
 )
 def test_auto_takes_the_first_that_can(changes, name):
     assert backends.choose("auto", backends.Request(**(vars(REQUEST) | changes))).name == name
+
+
+@pytest.mark.parametrize(
+    ("capability", "cache", "reason"),
+    [
+        ((9, 0), E4M3, None),
+        ((8, 9), E4M3, None),
+        ((8, 6), E4M3, "compute capability 8.9, this has 8.6"),
+        ((8, 6), BF16, None),
+        ((7, 5), BF16, "compute capability 8.0, this has 7.5"),
+        (None, BF16, "this is another GPU"),
+    ],
+)
+def test_triton_asks_the_gpu(monkeypatch, capability, cache, reason):
+    """As the op does at the call, where "auto" would gather."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(backends, "device_capability", lambda device: capability)
+    request = backends.Request(head_dim=128, dtype=BF16, cache_dtype=cache, page_size=64, device="cuda")
+    reasons = backends.Triton.why_unsupported(request)
+    assert len(reasons) == (reason is not None)
+    assert all(reason in each for each in reasons)
+    if capability is not None:
+        x, y = torch.zeros(1, 1, 128, dtype=BF16), torch.zeros(1, 1, 16, 128).to(cache)
+        one = torch.ones(1, 1, dtype=torch.int32)
+        call = PagedAttentionArguments(x, y, y, one, torch.ones(2, dtype=torch.int32), one[0], scale=1.0)
+        assert (why_unsupported(call, capability) is None) == (reason is None)
 
 
 class Narrow(backends.AttentionBackend):
