@@ -9,7 +9,7 @@ from torch import Tensor
 from fusion_passes import reference
 from fusion_passes.ops import kv_cache
 from fusion_passes.ops.support import device_capability, triton_version
-from fusion_passes.quant import FP8_DTYPES
+from fusion_passes.quant import FP8_DTYPES, dtype_name
 from fusion_passes.symbolic import known
 
 KERNEL_DTYPES = (*kv_cache.HIGH_PRECISION_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -107,11 +107,19 @@ def _cuda(
 
 
 def has_kernel(key: Tensor, key_cache: Tensor) -> bool:
-    """Whether the Triton kernel writes such keys on this machine; the fnuz forms of FP8 are plain torch everywhere."""
+    """Whether the Triton kernel writes such keys on this machine; what it does not is written in plain torch."""
+    return why_no_kernel(key, key_cache) is None
+
+
+def why_no_kernel(key: Tensor, key_cache: Tensor, dtype: torch.dtype | None = None) -> str | None:
+    """Why the Triton kernel takes no such (real or fake) keys, or gives no queries of this dtype; None if it does."""
+    for found in (key.dtype, key_cache.dtype, dtype or key.dtype):
+        if found not in KERNEL_DTYPES:
+            return f"the kernel has no {dtype_name(found)}"
     capability = device_capability(key_cache.device)
-    fits = key.dtype in KERNEL_DTYPES and key_cache.dtype in KERNEL_DTYPES
-    # FP8 conversions need compute capability 8.9.
-    return fits and capability is not None and capability >= (8, 9) and triton_version() is not None
+    if capability is None or capability < (8, 9):
+        return "the kernel needs an NVIDIA GPU of compute capability 8.9 or later, for FP8"
+    return None if triton_version() is not None else "the kernel needs Triton"
 
 
 def scatter(

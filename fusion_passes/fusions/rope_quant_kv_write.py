@@ -1,0 +1,468 @@
+"""RoPE of query and key, quantisation, and the write to the KV cache: one kernel.
+
+    rope(query) → saturate(x / scale).to(fp8)        rope(key), value → kv_cache_write
+    becomes   fusion_passes::rope_quant_kv_write, which writes the caches in place as kv_cache_write does
+
+The query's quantisation may be missing: then the rotated query leaves as it does in the graph.
+
+Saves what Inductor's kernel for the query and the key's way to memory and back cost beside it: one kernel reads the
+projection once and writes the codes where they belong.
+
+Rounding: the fused op computes in fp32 and rounds once, to what leaves it.  A graph that is run op by op rounds to bf16
+after each step, and reads a key in bf16 for the write; so codes differ from the unfused ones by at most one step where
+those have not lost more, and are closer to an fp32 reference.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx import Node
+
+from fusion_passes.fusions.output_quant import check_static
+from fusion_passes.graph import (
+    COPIES,
+    VIEWS,
+    aten,
+    calls,
+    following_views,
+    is_tensor,
+    is_view,
+    same_layout,
+    same_shape,
+    target_name,
+    value,
+)
+from fusion_passes.idioms import Idioms, NearMiss
+from fusion_passes.idioms.kv_cache import KVCacheWrite
+from fusion_passes.idioms.quantize import Quantize
+from fusion_passes.idioms.reading import is_cast, tensor_node
+from fusion_passes.idioms.rope import Rope, Table
+from fusion_passes.measured.rope_quant_kv_write import verdict as measured_verdict
+from fusion_passes.ops.kv_cache_write import why_no_kernel
+from fusion_passes.quant import dtype_name
+from fusion_passes.rule import Call, Match, Rule
+from fusion_passes.symbolic import known
+from fusion_passes.views import replay
+
+OUTPUT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Of the query's codes."""
+QUANTISED_WITHIN = 8
+"""Steps behind the rotated query in which a quantisation that could not be read is looked for."""
+
+
+@dataclass(frozen=True, eq=False)
+class RopeWriteMatch(Match):
+    """`tail` are the views and casts between the rotated query and its quantisation, or behind it where there is none;
+    `views` lead from the rotated query to the match's output, through and behind the quantisation."""
+
+    query: Rope
+    key: Rope
+    key_path: tuple[Node, ...]
+    quantize: Quantize | None
+    views: tuple[Node, ...]
+    write: KVCacheWrite
+    unread: str = ""
+    """Why a quantisation of the query could not be read."""
+
+    @property
+    def site(self) -> Node:
+        """The write: it tells the layers of a model apart."""
+        return self.write.output
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """Rows of a table [rows, columns] at positions, from column `start` on."""
+
+    table: Node
+    positions: Node
+    start: int
+
+
+@dataclass(frozen=True)
+class RopeQuantKVWrite(Rule[RopeWriteMatch]):
+    """The key of a `KVCacheWrite` is a `Rope`; another one with the same cos and sin is the query's."""
+
+    name = "rope_quant_kv_write"
+    anchor = "rope"
+    summary = "RoPE + FP8 quantisation of query, key and value + the KV cache's write: one kernel"
+
+    def pattern(self, idioms: Idioms) -> Iterator[RopeWriteMatch]:
+        """Every write of rotated keys for which there is a rotated query; the nearest in the graph is taken."""
+        order = {node: i for i, node in enumerate(idioms.graph.nodes)}
+        quantized: dict[Node, list[tuple[Quantize, tuple[Node, ...]]]] = {}
+        for quantize in idioms.of(Quantize):
+            rope, path = _behind_rope(quantize.input, idioms)
+            if rope is not None:
+                quantized.setdefault(rope.output, []).append((quantize, path))
+        writes = [(write, *_behind_rope(write.key, idioms)) for write in idioms.of(KVCacheWrite)]
+        keys = [key for _, key, _ in writes]
+        queries = [rope for rope in _outermost(idioms) if rope not in keys]
+        for write, key, path in writes:
+            near = [query for query in queries if key is not None and _same_tables(query, key)]
+            if key is None or not near:
+                continue
+            query = min(near, key=lambda query: abs(order[query.output] - order[write.output]))
+            queries.remove(query)
+            yield _match(query, key, path, write, quantized.get(query.output, []), idioms)
+
+    def legality(self, m: RopeWriteMatch) -> None:
+        """The op must be able to say it, and its kernel to take it: see the sentences."""
+        m.require(not m.unread, f"the query's quantisation is not read: {m.unread}")
+        query, key, val = value(m.query.x), value(m.key.x), value(m.write.value)
+        if m.quantize is not None:
+            check_static(m, m.quantize, query, OUTPUT_DTYPES)
+        m.require(
+            query.dtype == key.dtype == val.dtype,
+            f"query, key and value are {dtype_name(query.dtype)}, {dtype_name(key.dtype)} and {dtype_name(val.dtype)} "
+            "before they are rotated",
+        )
+        cache = value(m.write.caches[0])
+        m.require(
+            cache.dtype.itemsize == 1 or key.dtype == cache.dtype,
+            f"keys of {dtype_name(key.dtype)} do not go into a cache of {dtype_name(cache.dtype)}",
+        )
+        for name, rope in (("query", m.query), ("key", m.key)):
+            m.require(_head(rope) is not None, f"cos and sin have no row for each token of the {name}")
+            shape = rope.x.meta["val"].shape
+            m.require(
+                not any(isinstance(size, torch.SymInt) for size in (shape[_head(rope)], shape[-1])),
+                f"the number of heads of the {name} is not known while compiling",
+            )
+        tokens = value(m.write.key).shape[0]
+        for name, rope in (("query", m.query), ("key", m.key)):
+            sizes = _token_sizes(rope)
+            count = 1
+            for size in sizes:
+                count = count * size
+            m.require(known(count == tokens), f"the {name} has {count} tokens, the write {tokens}")
+        m.require(
+            _target_sizes(m.query) is not None, "the tokens of the query are in several dimensions of unknown size"
+        )
+        m.require(
+            _is_token_major(m.key, m.key_path, value(m.write.key)),
+            "the key's tokens and heads are put into another order between its rotation and the write",
+        )
+        m.require(known(val.shape[-1] == key.shape[-1]), "keys and values differ in their head size")
+        why = why_no_kernel(key, cache, m.quantize.dtype if m.quantize else value(m.output).dtype)
+        m.require(not key.is_cuda or why is None, str(why))
+
+    def profitability(self, m: RopeWriteMatch) -> None:
+        """Where it was measured to be faster than what Inductor makes of the graph."""
+        query = value(m.query.x)
+        m.require(query.is_cuda, f"the fused op has no faster kernel on the {query.device.type.upper()}")
+        verdict = measured_verdict(query, tokens=value(m.write.key).shape[0], quantized=m.quantize is not None)
+        m.require(verdict.ratio is not None and verdict.ratio >= 1.0, verdict.why)
+
+    def replacement(self, m: RopeWriteMatch, call: Call) -> tuple[Node, ...]:
+        """The op, functional as the write was; the query in the graph's layout; the caches."""
+        q = m.quantize
+        cos, sin, positions = _tables(m.key, call)
+        fused = call(
+            m.write.wrapper,
+            torch.ops.fusion_passes.rope_quant_kv_write.default,
+            query=_token_major(m.query.x, _head(m.query), call),
+            key=_token_major(m.key.x, _head(m.key), call),
+            value=m.write.value,
+            cos=cos,
+            sin=sin,
+            positions=positions,
+            slot_mapping=m.write.slot_mapping,
+            q_scale=None if q is None else q.scale,
+            k_scale=m.write.k_scale,
+            v_scale=m.write.v_scale,
+            rotary_dim=m.key.rotary_dim,
+            interleaved=m.key.interleaved,
+            q_scale_factor=1.0 if q is None else q.scale_factor,
+            q_scale_inverse=q is not None and q.inverse,
+            dtype=value(m.output).dtype,
+            **m.write.cache_arguments,
+        )
+        # With these Inductor keeps the strides of what goes into an op that asks for exact ones.
+        fused.meta["eager_input_vals"] = torch.fx.node.map_arg((fused.args, fused.kwargs), lambda n: n.meta["val"])
+        out = _as_in_graph(m.query, call(operator.getitem, fused, 0), call)
+        caches = (call(operator.getitem, fused, i) for i in sorted(m.write.written))
+        return (replay(m.views, out, call), *caches)
+
+    def explain(self, idioms: Idioms) -> Iterator[NearMiss]:
+        """Where the key of a write comes from instead, or what its query lacks."""
+        ropes = _outermost(idioms)
+        for write in idioms.of(KVCacheWrite):
+            key, path = _behind_rope(write.key, idioms)
+            if key is None:
+                source = write.key if not path else path[0]
+                reason = f"the key comes from {target_name(source)}, not from a rotary embedding that is read"
+            elif not any(_same_tables(query, key) for query in ropes if query is not key):
+                reason = "no query is rotated by the same cos and sin as the key"
+            else:
+                continue
+            yield NearMiss(write.output, self.name, reason)
+
+    def describe(self, m: RopeWriteMatch) -> str:
+        """`rope of bfloat16 [256, 32, 128] and [256, 8, 128] -> float8_e4m3fn, cache float8_e4m3fn`."""
+        query, key = value(m.query.x), value(m.key.x)
+        kind = ("neighbours" if m.key.interleaved else "halves") + f" of {m.key.rotary_dim} dimensions"
+        shapes = f"{list(query.shape)} and {list(key.shape)}".replace("'", "")
+        codes, cache = value(m.output).dtype, value(m.write.caches[0]).dtype
+        return f"rope of {dtype_name(query.dtype)} {shapes}, {kind} -> {dtype_name(codes)}, cache {dtype_name(cache)}"
+
+
+def _match(
+    query: Rope,
+    key: Rope,
+    key_path: tuple[Node, ...],
+    write: KVCacheWrite,
+    quantizations: list[tuple[Quantize, tuple[Node, ...]]],
+    idioms: Idioms,
+) -> RopeWriteMatch:
+    quantize, path = quantizations[0] if len(quantizations) == 1 else (None, ())
+    if quantize is not None and not _only_way(query.output, (*path, *quantize.nodes)):
+        quantize, path = None, ()
+    if quantize is not None:
+        behind = following_views(quantize.output)
+        output = behind[-1] if behind else quantize.output
+        nodes = query.nodes | quantize.nodes | {*path, *behind}
+        views = (*path, *quantize.views, *behind)
+        unread = ""
+    else:
+        views = _following_views_and_casts(query.output)
+        output = views[-1] if views else query.output
+        nodes = query.nodes | {*views}
+        unread = _unread_quantisation(output, idioms)
+    caches = tuple(node for _, node in sorted(write.written.items()))
+    lookup = _lookups(key)
+    tables = (
+        [key.cos.source, key.sin.source] if lookup is None else [x for at in lookup for x in (at.table, at.positions)]
+    )
+    scale = () if quantize is None or quantize.scale is None else (quantize.scale,)
+    kept = (x for x in write.inputs if x is not write.key)
+    return RopeWriteMatch(
+        output=output,
+        nodes=nodes | key.nodes | write.nodes | {*key_path},
+        inputs=(query.x, key.x, *tables, *kept, *scale),
+        side_outputs=caches,
+        query=query,
+        key=key,
+        key_path=key_path,
+        quantize=quantize,
+        views=tuple(node for node in views if calls(node, *VIEWS)),
+        write=write,
+        unread=unread,
+    )
+
+
+def _outermost(idioms: Idioms) -> list[Rope]:
+    """The rotary embeddings that are not a part of another one, which passes further dimensions."""
+    ropes = list(idioms.of(Rope))
+    inner = {node for rope in ropes for node in rope.nodes if node is not rope.output}
+    return [rope for rope in ropes if rope.output not in inner]
+
+
+def _behind_rope(node: Node, idioms: Idioms) -> tuple[Rope | None, tuple[Node, ...]]:
+    """The rotary embedding whose result `node` is through views and casts, and those; the first of them last passed."""
+    path: list[Node] = []
+    while (rope := idioms.at(node, Rope)) is None and (is_view(node) or is_cast(node)):
+        path.insert(0, node)
+        node = node.all_input_nodes[0]
+    return rope, tuple(path) if rope is not None else (node,)
+
+
+def _same_tables(a: Rope, b: Rope) -> bool:
+    kinds = (a.rotary_dim, a.interleaved) == (b.rotary_dim, b.interleaved)
+    return kinds and a.cos.same(b.cos) and a.sin.same(b.sin)
+
+
+def _only_way(node: Node, way: tuple[Node, ...]) -> bool:
+    """True where a node and all but the last on the way are read by nothing else."""
+    inside = set(way)
+    return all(user in inside for user in node.users)
+
+
+def _following_views_and_casts(node: Node) -> tuple[Node, ...]:
+    """Those that come after `node`, as long as each is the only user of the one before."""
+    path: list[Node] = []
+    while len(node.users) == 1:
+        (user,) = node.users
+        wide = is_tensor(user) and value(user).dtype.itemsize > 1
+        if not (is_view(user) or (is_cast(user) and wide)):
+            break
+        path.append(user)
+        node = user
+    return tuple(path)
+
+
+def _unread_quantisation(node: Node, idioms: Idioms) -> str:
+    """Why the quantisation of `node`, which is near behind it, could not be read; "" where there is none."""
+    reasons = {miss.node: miss.reason for miss in idioms.near_misses if miss.what == "quantize"}
+    seen, work = {node}, [(node, 0)]
+    while work:
+        node, steps = work.pop()
+        if node in reasons:
+            return reasons[node]
+        for user in node.users if steps < QUANTISED_WITHIN else ():
+            if user not in seen and is_tensor(user):
+                seen.add(user)
+                work.append((user, steps + 1))
+    return ""
+
+
+def _head(rope: Rope) -> int | None:
+    """The dimension of x that counts heads: where cos and sin have one element; None where there are several."""
+    x, cos, sin = value(rope.x), value(rope.cos.source), value(rope.sin.source)
+    shared = [d for d in range(x.ndim - 1) if known(cos.shape[d] == 1) and known(sin.shape[d] == 1)]
+    several = [d for d in shared if not known(x.shape[d] == 1)]
+    if len(several) > 1 or not shared:
+        return None
+    return several[0] if several else shared[-1]
+
+
+def _token_sizes(rope: Rope) -> list[int]:
+    head = _head(rope)
+    return [size for d, size in enumerate(value(rope.x).shape[:-1]) if d != head]
+
+
+def _order(rank: int, head: int | None) -> list[int]:
+    """The dimensions with the tokens first, then heads and head size."""
+    return [*(d for d in range(rank - 1) if d != head), rank - 1 if head is None else head, rank - 1]
+
+
+def _token_major(node: Node, head: int | None, call: Call) -> Node:
+    """[tokens, heads, head_dim] of a tensor with its tokens and heads in any order."""
+    rank = value(node).ndim
+    if (order := _order(rank, head)) != list(range(rank)):
+        node = call(aten.permute.default, node, order)
+    if rank != 3:
+        node = call(aten.reshape.default, node, [-1, *value(node).shape[-2:]])
+    return node
+
+
+def _target_sizes(rope: Rope) -> list[int] | None:
+    """Sizes for a reshape of [tokens, heads, head_dim] to the dimensions of x, with heads behind the tokens."""
+    x, head = value(rope.x), _head(rope)
+    sizes = [size if type(size) is int else -1 for size in _token_sizes(rope)]
+    assert head is not None
+    return None if sizes.count(-1) > 1 else [*sizes, x.shape[head], x.shape[-1]]
+
+
+def _as_in_graph(rope: Rope, node: Node, call: Call) -> Node:
+    """A result [tokens, heads, head_dim] with its dimensions as x has them."""
+    rank, head = value(rope.x).ndim, _head(rope)
+    if rank != 3:
+        node = call(aten.reshape.default, node, _target_sizes(rope))
+    order = _order(rank, head)
+    back = [order.index(d) for d in range(rank)]
+    return node if back == list(range(rank)) else call(aten.permute.default, node, back)
+
+
+def _is_token_major(rope: Rope, path: tuple[Node, ...], end: Tensor) -> bool:
+    """True where the path from a rotated key leads to [tokens, heads, head_dim], each at its place.
+
+    Tried with the key's elements in that order in memory: then every view of the path is one, without a copy, and what
+    comes out is contiguous.
+    """
+    x, head = value(rope.x), _head(rope)
+    views = [node for node in path if calls(node, *VIEWS) and not calls(node, *COPIES)]
+    if not views and x.ndim == 3 and head == 1:
+        return True
+    order = _order(x.ndim, head)
+    mode = detect_fake_mode(x)
+    if mode is None:
+        return False
+    with mode:
+        base = torch.empty([x.shape[d] for d in order], dtype=x.dtype, device=x.device)
+        moved = _applied(base.permute([order.index(d) for d in range(x.ndim)]), views)
+        fits = moved is not None and same_shape(moved.shape, end.shape) and moved.ndim == 3
+        return fits and moved is not None and same_layout(moved, torch.empty_like(moved).contiguous())
+
+
+def _applied(x: Tensor, views: list[Node]) -> Tensor | None:
+    """A fake tensor after some views; None where one of them had to copy."""
+    base = x if x._base is None else x._base
+    for view in views:
+        args: tuple[Any, ...] = torch.fx.node.map_arg(view.args[1:], lambda n: n.meta["val"])
+        x = view.target(x, *args, **torch.fx.node.map_arg(view.kwargs, lambda n: n.meta["val"]))  # type: ignore[operator]
+        if x._base is not base and x is not base:
+            return None
+    return x
+
+
+def _tables(rope: Rope, call: Call) -> tuple[Node, Node, Node | None]:
+    """cos and sin as [rows, columns], and the positions that say which row; None where row t is that of token t."""
+    if (lookups := _lookups(rope)) is not None:
+        positions = lookups[0].positions
+        if value(positions).ndim != 1:
+            positions = call(aten.reshape.default, positions, [-1])
+        rows = [
+            _columns(at.table, at.start, table.width, call)
+            for at, table in zip(lookups, (rope.cos, rope.sin), strict=True)
+        ]
+        return rows[0], rows[1], positions
+    rows = []
+    for table in (rope.cos, rope.sin):
+        node = table.source
+        order = _order(value(node).ndim, _head(rope))
+        if order != list(range(value(node).ndim)):
+            node = call(aten.permute.default, node, order)
+        node = call(aten.reshape.default, node, [-1, value(node).shape[-1]])
+        rows.append(_columns(node, table.start, table.width, call))
+    return rows[0], rows[1], None
+
+
+def _columns(node: Node, start: int, width: int, call: Call) -> Node:
+    if start == 0 and value(node).shape[1] == width:
+        return node
+    return call(aten.slice.Tensor, node, 1, start, start + width)
+
+
+def _lookups(rope: Rope) -> tuple[_Lookup, _Lookup] | None:
+    """Where cos and sin are looked up by the same positions, one for each token: the tables."""
+    cos, sin = _lookup(rope, rope.cos), _lookup(rope, rope.sin)
+    return None if cos is None or sin is None or cos.positions is not sin.positions else (cos, sin)
+
+
+def _lookup(rope: Rope, table: Table) -> _Lookup | None:
+    path: list[Node] = []
+    node = table.source
+    while calls(node, *VIEWS, aten.slice.Tensor) or is_cast(node) or target_name(node) == "_operator.getitem":
+        if calls(node, *VIEWS, aten.slice.Tensor) and not calls(node, *COPIES):
+            path.insert(0, node)
+        node = node.all_input_nodes[0]
+    rows, positions = _indexed(node)
+    if rows is None or positions is None or value(rows).ndim != 2:
+        return None
+    # Row t of the result must be token t's: tried as in `_is_token_major`.
+    looked_up, mode = value(node), detect_fake_mode(value(node))
+    if mode is None:
+        return None
+    with mode:
+        base = torch.empty_like(looked_up).contiguous()
+        moved = _applied(base, path)
+        if moved is None:
+            return None
+        moved = moved.permute(_order(moved.ndim, _head(rope)))
+        flat = moved.reshape(-1, moved.shape[-1])
+        if flat._base is not base and flat is not base:
+            return None
+        if not known(flat.shape[0] == 1) and not known(flat.stride(0) == value(rows).shape[1]):
+            return None
+        start = flat.storage_offset()
+    return _Lookup(rows, positions, start + table.start) if isinstance(start, int) else None
+
+
+def _indexed(node: Node) -> tuple[Node | None, Node | None]:
+    """(table, positions) of a lookup of rows."""
+    table, positions = None, None
+    if calls(node, aten.index.Tensor) and isinstance(node.args[1], (list, tuple)) and len(node.args[1]) == 1:
+        table, positions = node.args[0], node.args[1][0]
+    elif calls(node, aten.embedding.default):
+        table, positions = node.args[:2]
+    elif calls(node, aten.index_select.default) and node.args[1] == 0:
+        table, positions = node.args[0], node.args[2]
+    return tensor_node(table), tensor_node(positions)
