@@ -231,3 +231,35 @@ def test_compiled_with_the_passes(generate, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "6 tokens for 2 requests" in out
     assert "graph 0:" in out  # the report
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model and a tokenizer as transformers and tokenizers save them."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    config = transformers.LlamaConfig(vocab_size=300, num_key_value_heads=2, head_dim=64, eos_token_id=299, **sizes)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([(EXAMPLES / "calibration_text.txt").read_text()], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_generates_from_a_saved_model(generate, saved, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    argv = ["--eager", "--model", str(saved), "--prompt", "Four score and seven", "--new-tokens", "4"]
+    generate.main(argv)
+    out = capsys.readouterr().out
+    assert "' Four score and seven' -> '" in out
+    assert "4 tokens for 1 request in" in out
+    (saved / "tokenizer.json").unlink()
+    generate.main(argv)
+    out = capsys.readouterr().out
+    assert "the model gets bytes as tokens" in out
+    assert "'Four score and seven' -> '" in out
