@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from fusion_passes.nn import Attention, AttentionMetadata, backends
+import fusion_passes
+from fusion_passes import PassConfig, Report
+from fusion_passes.nn import Attention, AttentionMetadata, QuantFP8, backends
+from fusion_passes.quant import QuantSpec, codes
 
 BF16 = torch.bfloat16
 SCALES = {"q_scale": 0.031, "k_scale": 0.017, "v_scale": 0.0071, "prob_scale": 0.0029}
@@ -124,6 +127,29 @@ def test_alternating_head_sizes_are_decided_per_layer():
         other = layer(each.head_dim, backend="sdpa")
         other.allocate_cache(9)
         assert torch.equal(out, other(*(x[..., : each.head_dim] for x in inputs[:3]), inputs[3]))
+
+
+@torch.no_grad()
+def test_alternating_head_sizes_fuse_per_layer():
+    """Groups of 128 lie in one head of 128 and in two of 64."""
+    quantize = QuantFP8(QuantSpec(torch.float8_e4m3fn, "group", 128, static=False))
+    model, report = Layers(128, 64, 128), Report()
+
+    def run(*inputs):
+        return [quantize(out.flatten(1)) for out in model(*inputs)]
+
+    config = PassConfig(profitability="ignore")
+    inputs = step(7, 128)
+    fused = fusion_passes.compile(run, config, report=report, fullgraph=True)(*inputs)
+    expected = run(*inputs)
+    assert [(site.status, site.reason) for site in report.sites if site.rule == "attention_quant"] == [
+        ("fused", ""),
+        ("illegal", "groups of 128 do not divide a head of 64"),
+        ("fused", ""),
+    ]
+    for (got, scales), (want, want_scales) in zip(fused, expected, strict=True):
+        torch.testing.assert_close(scales, want_scales, rtol=0.01, atol=0)
+        assert (codes(got) - codes(want)).abs().max() <= 1
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
