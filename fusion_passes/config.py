@@ -58,7 +58,13 @@ class PassConfig:
     number."""
 
     attention_quant: Switch | None = None
-    """Attention followed by static FP8 quantisation: the attention kernel writes FP8."""
+    """Attention followed by FP8 quantisation: the attention kernel writes FP8."""
+
+    query_quant: Switch | None = None
+    """An attention's query that an op quantises: in plain torch, which Inductor fuses with what comes before."""
+
+    rope_quant_kv_write: Switch | None = None
+    """RoPE of query and key, quantisation, and the KV cache's write: one kernel."""
 
     profitability: Profitability = Profitability.MEASURED
     """`measured`: fuse only where it was measured to be faster; `ignore`: wherever it is legal."""

@@ -1,7 +1,8 @@
 """The post-grad pass: recognise, fuse, clean.
 
 recognise   idioms are found and described; the graph is untouched
-fuse        each rule in order; only a rule that applies edits the graph, and one that fails puts it back
+fuse        each rule in order, on the graph that the rules before it have left; only a rule that applies edits the
+            graph, and one that fails puts it back
 clean       the nodes that a fusion made dead are erased, the graph is linted; nothing else is touched
 """
 
@@ -73,11 +74,11 @@ class PostGradPassManager(inductor.CustomGraphPass):
             idioms = recognize(graph) if self.rules else Idioms(graph, [], [])
         dump.idioms(idioms)
         with _timed(seconds, "fuse"):
-            sites, taken, places = self._fuse(idioms)
+            sites, taken, places, idioms = self._fuse(idioms)
             misses = self._misses(idioms, sites, places)
         dump.graph("fused", graph)
         with _timed(seconds, "clean"):
-            if taken:
+            if any(site.status is MatchStatus.FUSED for site in sites):
                 erase_dead(taken)
                 graph.lint()
         dump.graph("after", graph)
@@ -89,13 +90,19 @@ class PostGradPassManager(inductor.CustomGraphPass):
         result.log(log)
         self._judge(sites, misses)
 
-    def _fuse(self, idioms: Idioms) -> tuple[list[Site], set[Node], set[Node]]:
-        """Try every rule in order.  Returns all sites, the nodes whose place was taken, and those of all matches."""
+    def _fuse(self, idioms: Idioms) -> tuple[list[Site], set[Node], set[Node], Idioms]:
+        """Try every rule in order.  Returns all sites, the nodes that are still to be erased since their place was
+        taken, those of all matches, and the idioms that the last rule saw."""
         sites: list[Site] = []
         taken: set[Node] = set()
         places: set[Node] = set()
         replaced: dict[Node, Node] = {}
         for rule in self.rules:
+            if taken:  # what the rule before has made may be another rule's place
+                erase_dead(taken)
+                again = recognize(idioms.graph)
+                idioms = Idioms(again.graph, list(again), idioms.near_misses)  # of the user's graph, not of our nodes
+                taken, replaced = set(), {}
             try:
                 matches = list(rule.pattern(idioms))
             except Exception as error:
@@ -111,7 +118,7 @@ class PostGradPassManager(inductor.CustomGraphPass):
                 sites.append(Site(rule.name, status, reason, where, what))
                 if status is MatchStatus.FUSED:
                     taken |= m.nodes
-        return sites, taken, places
+        return sites, taken, places, idioms
 
     def _apply(self, rule: Rule[Any], m: Match, graph: Graph, replaced: dict[Node, Node]) -> tuple[MatchStatus, str]:
         """Decide about one match and rewrite it.  Whatever goes wrong, the graph is as before."""

@@ -49,7 +49,7 @@ class Insertion:
         for source in node.all_input_nodes:
             if source not in self._added and not source < self.output:
                 raise DeclinedError(f"{source.name} is computed after {self.output.name}")
-        mode = detect_fake_mode([n.meta.get("val") for n in node.all_input_nodes])
+        mode = detect_fake_mode([n.meta.get("val") for n in node.all_input_nodes or [self.output]])
         if mode is None:
             raise DeclinedError("this graph carries no fake tensors, so shapes cannot be checked")
         fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])

@@ -73,15 +73,14 @@ class Idioms:
 
 def recognize(graph: Graph) -> Idioms:
     """All idioms of a post-grad graph.  The graph is not changed."""
-    from fusion_passes.idioms import attention, quantize
+    from fusion_passes.idioms import attention, group_quantize, kv_cache, paged_attention, quantize, rope
 
-    found: list[Idiom] = []
-    near_misses: list[NearMiss] = []
-    for recognizer in (attention.recognize, quantize.recognize):
-        for item in recognizer(graph):
-            if isinstance(item, Idiom):
-                found.append(item)
-            else:
-                near_misses.append(item)
+    items: list[Idiom | NearMiss] = [*attention.recognize(graph), *paged_attention.recognize(graph)]
+    items += [*rope.recognize(graph), *kv_cache.recognize(graph)]
+    dynamic = list(group_quantize.recognize(graph))
+    told = {item.output if isinstance(item, Idiom) else item.node for item in dynamic}
+    items += [*dynamic, *quantize.recognize(graph, apart_from=told)]
+    found = [item for item in items if isinstance(item, Idiom)]
+    near_misses = [item for item in items if isinstance(item, NearMiss)]
     found.sort(key=lambda idiom: idiom.output)
     return Idioms(graph, found, near_misses)

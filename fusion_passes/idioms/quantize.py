@@ -7,7 +7,7 @@ one element, views, and an exact cast of x to a wider dtype.  A cast alone is a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -96,9 +96,11 @@ class Quantize(Idiom):
         return y.to(self.dtype)
 
 
-def recognize(graph: Graph) -> Iterator[Quantize | NearMiss]:
-    """Every static per-tensor FP8 quantisation of the graph, and what only looks like one.  Never raises."""
-    return read_all(graph, "quantize", _read)
+def recognize(graph: Graph, apart_from: Collection[Node] = ()) -> Iterator[Quantize | NearMiss]:
+    """Every static per-tensor FP8 quantisation of the graph, and what only looks like one.  Never raises.
+
+    apart_from: casts that something else has been said about."""
+    return read_all(graph, "quantize", lambda node: None if node in apart_from else _read(node))
 
 
 def _read(node: Node) -> Quantize | None:

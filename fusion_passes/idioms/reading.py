@@ -131,9 +131,16 @@ def shape_of(node: Node) -> str:
 def op_name(node: Node) -> str:
     """The op of a node as a user knows it: `aten.tanh`, or the node's own name where it is no call."""
     schema = getattr(node.target, "_schema", None)
+    if schema is None and is_functionalized(node):
+        schema = node.args[0]._schema  # type: ignore[union-attr]
     if schema is not None:
         return str(schema.name).replace("::", ".")
     return getattr(node.target, "__name__", node.name) if node.op == "call_function" else node.name
+
+
+def made_by(node: Node) -> Node:
+    """The call whose result `node` is: of several, or of what functionalisation wrapped."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def schema_name(node: Node) -> str:
@@ -170,7 +177,7 @@ def op_call(node: Node, among: Collection[str]) -> OpCall | None:
     if node.target is not operator.getitem:
         return None
     call, index = node.args
-    if not isinstance(call, Node) or not getattr(call.target, "__name__", "").startswith("auto_functionalized"):
+    if not isinstance(call, Node) or not is_functionalized(call):
         return None
     schema = call.args[0]._schema  # type: ignore[union-attr]
     if schema.name not in among or not isinstance(index, int):
@@ -186,6 +193,11 @@ def op_call(node: Node, among: Collection[str]) -> OpCall | None:
     name = written[0] if written else ""
     partial = any(f"_{name}_{part}" in call.kwargs for part in ("size", "slice_dim"))
     return OpCall(str(schema.name), given, node, frozenset({node, call}), name, not partial)
+
+
+def is_functionalized(node: Node) -> bool:
+    """True for the wrapper around an op that writes to its arguments."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "").startswith("auto_functionalized")
 
 
 def _written_bases(call: Node, schema: torch.FunctionSchema) -> dict[str, int]:

@@ -362,7 +362,7 @@ def dynamic_scale(x, scale):
 ON_CPU = {"cuda": False}
 
 DECLINED = (
-    declined("read elsewhere", r"is also read by", read_before_the_quantisation),
+    declined("read elsewhere", r"is also read by", read_before_the_quantisation, place=True),
     declined("read elsewhere behind a view", r"is also read by sum_1 \(aten\.sum\.default\)", read_behind_a_view),
     declined("two quantisations", r"is also read by", two_quantisations),
     declined("logsumexp used", r"logsumexp is used too", log_sum_exp_used, **ON_CPU),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-FAMILIES = frozenset({"divide", "reciprocal", "inverse", "number", "opaque"})
+STATIC = frozenset({"divide", "reciprocal", "inverse", "number", "opaque"})
 """Ways to spell a static quantisation: x / s, x * (1 / s), x * inverse, a Python number, an op that hides it."""
 
 
@@ -20,7 +20,12 @@ class Case:
         for what the report says.
     scales: which inputs are fp32 scales, counted from the end.  dynamic: (input, dimension) that are `tokens`.
     reference: what `fn` returns in fp32, before anything is rounded or saturated to FP8.
-    family: of the quantisation, out of `FAMILIES`.
+    kind: of place, where a rule has several: each has all ways to spell it.  family: the way that this case spells the
+        quantisation, such as one of `STATIC`.
+    becomes: the op that is called then, where it is not named like the rule.
+    output_scale: whether its last input is the scale of a static quantisation, which may come in any form.
+    place: one that must not fuse: whether it is found and refused, not overlooked with a near miss.
+    differentiable: whether gradients flow through the op that is fused.
     strided: inputs that are not contiguous.  cuda: whether it is the same on CUDA.
     one_token_on_cuda: whether it fuses there with one token too: Inductor makes a product with one row, where it is
         spelled out, into a multiplication and a sum, which is not read as attention.
@@ -34,7 +39,12 @@ class Case:
     scales: tuple[int, ...] = ()
     dynamic: tuple[tuple[int, int], ...] = ()
     reference: Callable[..., Any] | None = None
+    kind: str = ""
     family: str = ""
+    becomes: str = ""
+    output_scale: bool = True
+    place: bool = False
+    differentiable: bool = True
     strided: bool = False
     cuda: bool = True
     one_token_on_cuda: bool = True

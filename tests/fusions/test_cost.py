@@ -12,6 +12,7 @@ from fusion_passes import PassConfig, PostGradPassManager, Report
 from fusion_passes.fusions import FUSIONS
 from fusion_passes.testing import capture
 from tests.fusions.cases import FIRST, each
+from tests.fusions.test_effects import is_high_precision
 from tests.fusions.without_code import FUSE, STOCK
 
 LAYERS = (8, 32)
@@ -26,7 +27,7 @@ def layers_of(case, count):
     def fn(*inputs):
         outputs = []
         for i in range(count):
-            moved = [x * (1.0 + i) if x.dtype.is_floating_point and x.ndim > 1 else x for x in inputs]
+            moved = [x * (1.0 + i) if is_high_precision(x) and x.ndim > 1 else x for x in inputs]
             outputs.append(case.fn(*moved))
         return outputs
 

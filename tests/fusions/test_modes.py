@@ -8,7 +8,7 @@ import torch
 import fusion_passes
 from fusion_passes import Report
 from tests.fusions.accuracy import check
-from tests.fusions.cases import each, first_of_each, varied
+from tests.fusions.cases import FIRST, each, first_of_each
 from tests.fusions.without_code import FUSE, STOCK, WithoutCode
 
 INFERENCE = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "no context": contextlib.nullcontext}
@@ -31,8 +31,11 @@ def with_gradients(case):
     return [x.requires_grad_() if x.dtype.is_floating_point and x.ndim > 1 else x for x in case.inputs(7, "cpu")]
 
 
+differentiable = each(lambda case: case in FIRST and case.differentiable)
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
-@first_of_each
+@differentiable
 def test_training_is_the_stock_graph(rule, case, dynamic):
     """Outputs and gradients are those of stock torch.compile, bit for bit."""
 
@@ -60,7 +63,7 @@ def test_training_is_the_stock_graph(rule, case, dynamic):
         assert torch.equal(codes.detach().view(torch.uint8), stock_codes.detach().view(torch.uint8))
 
 
-@varied
+@each(lambda case: case.fuses and case.differentiable and (case in FIRST or case.strided))
 def test_gradients_through_the_attention(rule, case):
     """A loss on the values that are quantised: saved for the backward, so they are used twice and nothing is fused."""
 
@@ -109,7 +112,7 @@ def test_compiled_to_code_and_run(rule, case, mode):
     assert report.count(rule=rule) == 1
 
 
-@each(lambda case: case.fuses and case.name == "packed")
+@each(lambda case: case.fuses and case.name in ("packed", "paged: strided"))
 @torch.no_grad()
 def test_strided_inputs_compiled_to_code_and_run(rule, case):
     inputs, report = case.inputs(7, "cpu"), Report()

@@ -10,8 +10,10 @@ from fusion_passes import PostGradPassManager, Report
 from fusion_passes.testing import capture_cuda, print_graph
 from tests.fusions.accuracy import check
 from tests.fusions.case import Layer
-from tests.fusions.cases import first_of_each, scaled
+from tests.fusions.cases import FIRST, each, first_with_output_scale, scaled
 from tests.fusions.without_code import FUSE, STOCK, WithoutCode
+
+first_with_scales = each(lambda case: case in FIRST and case.scales)
 
 
 @scaled
@@ -35,7 +37,7 @@ def test_a_change_in_place_after_compilation_is_followed(rule, case):
 
 
 @pytest.mark.parametrize("kind", ["buffer", "parameter", "trained parameter"])
-@first_of_each
+@first_with_scales
 @torch.no_grad()
 def test_state_of_a_module(rule, case, kind):
     """The scales are the last inputs of the first case, so they can come from the module instead."""
@@ -50,7 +52,7 @@ def test_state_of_a_module(rule, case, kind):
     assert run.fused == len(run.after) == 1
 
 
-@first_of_each
+@first_with_output_scale
 @torch.no_grad()
 def test_python_numbers(rule, case):
     """A number that changes becomes a symbolic one in the second compilation: refused then, right always."""
@@ -80,7 +82,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("form", HANDLED)
-@first_of_each
+@first_with_output_scale
 @torch.no_grad()
 def test_forms_of_one_fp32_element(rule, case, form):
     inputs = (*case.inputs(7, "cpu")[:-1], HANDLED[form])
@@ -90,7 +92,7 @@ def test_forms_of_one_fp32_element(rule, case, form):
 
 
 @pytest.mark.parametrize("form", REFUSED)
-@first_of_each
+@first_with_output_scale
 @torch.no_grad()
 def test_another_scale_is_refused_with_the_reason(rule, case, form):
     scale, reason = REFUSED[form]
@@ -103,7 +105,7 @@ def test_another_scale_is_refused_with_the_reason(rule, case, form):
     assert "the rule failed" not in why
 
 
-@first_of_each
+@first_with_output_scale
 @torch.no_grad()
 def test_a_scale_on_another_device_is_refused(rule, case, hopper):
     """A CPU scalar is legal beside CUDA tensors in the graph; the kernel could not read it without a copy."""
@@ -116,7 +118,7 @@ def test_a_scale_on_another_device_is_refused(rule, case, hopper):
     assert "make the scale a buffer" in "\n".join(report.declined(rule))
 
 
-@first_of_each
+@first_with_scales
 @torch.no_grad()
 def test_frozen_weights_leave_the_scale_alone(rule, case):
     """`freezing` makes constants of buffers: the scale is then fixed on purpose, the fusion is as before."""

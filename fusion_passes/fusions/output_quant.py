@@ -1,0 +1,68 @@
+"""What the kinds of `attention_quant` share: what its rule asks of a match, and the static quantisation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fusion_passes.graph import value
+from fusion_passes.idioms.quantize import Quantize
+from fusion_passes.quant import dtype_name, max_value
+from fusion_passes.rule import Call, Match
+from fusion_passes.symbolic import known
+
+
+@dataclass(frozen=True, eq=False)
+class OutputQuantMatch(Match, ABC):
+    """An attention whose output is quantised.  `str` is the place in a few words, for the report."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Decline where the fused op would not compute what the graph computes."""
+
+    @abstractmethod
+    def check_profit(self) -> None:
+        """Decline where the fused op was not measured to be faster."""
+
+    @abstractmethod
+    def replace(self, call: Call) -> Node | tuple[Node, ...]:
+        """Build the nodes that take over the outputs."""
+
+
+def check_static(m: Match, q: Quantize, query: Tensor, dtypes: Collection[torch.dtype]) -> None:
+    """Decline unless the quantisation is what a kernel does that divides by one fp32 scale and saturates.
+
+    query: tells the device.  dtypes: that the fused op can give."""
+    m.require(
+        q.rounding == "cast",
+        f"{q.opaque or 'the quantisation'} rounds to whole numbers before the cast; the fused op does not",
+    )
+    m.require(
+        q.dtype in dtypes,
+        f"the graph quantises to {dtype_name(q.dtype)}, the fused op to {' or '.join(map(dtype_name, dtypes))}",
+    )
+    limit = max_value(q.dtype)
+    m.require(
+        q.clamp in (None, (-limit, limit)),
+        f"the graph clamps to {q.clamp}, the fused op to the range of {dtype_name(q.dtype)}, ±{limit:g}",
+    )
+    m.require(
+        q.clamp is not None or (query.is_cuda and q.dtype is torch.float8_e4m3fn),
+        f"without a clamp, what a cast to {dtype_name(q.dtype)} makes of values that are too large depends on the "
+        f"torch version on {query.device.type}; the fused op saturates: clamp before the cast",
+    )
+    m.require(q.keeps_nan, f"{q.opaque} makes the largest code of NaN; the fused op keeps NaN")
+    if q.scale is not None:
+        scale = value(q.scale)
+        m.require(scale.dtype is torch.float32, f"the scale is {dtype_name(scale.dtype)}; make it float32")
+        m.require(known(scale.numel() == 1), f"the scale has shape {list(scale.shape)}, not one element")
+        m.require(
+            scale.device == query.device,
+            f"the scale is on {scale.device} and the query on {query.device}: make the scale a buffer, "
+            "so that .to(device) moves it",
+        )

@@ -1,0 +1,188 @@
+"""`attention_quant` for attention over a paged KV cache: static per tensor, and dynamic per group.
+
+    paged_attention → reshape … → saturate(x / scale).to(fp8)
+    becomes   paged_attention(output_scale=scale) → the same views
+
+    paged_attention → reshape … → scales = amax over groups / 448, saturate(x / scales).to(fp8)
+    becomes   paged_attention_group_quant → the same views
+
+The op takes one scale that divides.  One that multiplies is inverted on the device in each call, and one with a factor
+multiplied: a tiny kernel, but a kernel.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fusion_passes.fusions.output_quant import OutputQuantMatch, check_static
+from fusion_passes.graph import aten, calls, following_views, is_noop, through_views, value
+from fusion_passes.idioms import Idioms
+from fusion_passes.idioms.group_quantize import KEEP_ORDER, GroupQuantize
+from fusion_passes.idioms.paged_attention import PagedAttention
+from fusion_passes.idioms.quantize import Quantize
+from fusion_passes.measured.paged_attention_quant import verdict as measured_verdict
+from fusion_passes.quant import FP8_DTYPES, dtype_name, max_value
+from fusion_passes.rule import Call
+from fusion_passes.symbolic import known
+from fusion_passes.views import replay
+
+
+@dataclass(frozen=True, eq=False)
+class PagedMatch(OutputQuantMatch):
+    """`views` lead from the attention's output to the match's output, through and behind the quantisation."""
+
+    attention: PagedAttention
+    quantize: Quantize
+    views: tuple[Node, ...]
+
+    @property
+    def site(self) -> Node:
+        """The attention."""
+        return self.attention.output
+
+    def check(self) -> None:
+        """The op divides its fp32 result by one fp32 scale and saturates."""
+        check_static(self, self.quantize, value(self.attention.query), FP8_DTYPES)
+
+    def check_profit(self) -> None:
+        """Where it was measured, with the scale as it is."""
+        q = self.quantize
+        self.require(
+            q.scale is not None and q.scale_factor == 1.0 and not q.inverse,
+            "the fused op divides by a scale, and making one of the graph's takes a kernel: nobody measured that",
+        )
+        verdict = measured_verdict(value(self.attention.output), value(self.attention.arguments["key_cache"]), "tensor")
+        self.require(verdict.ratio is not None and verdict.ratio >= 1.0, verdict.why)
+
+    def replace(self, call: Call) -> Node:
+        """The attention with an output scale, then the views."""
+        scale = _divisor(self.quantize, value(self.attention.output).device, call)
+        codes = self.attention.with_arguments(call, output_scale=scale, dtype=self.quantize.dtype)
+        return replay(self.views, codes, call)
+
+    def __str__(self) -> str:
+        return f"{_shape(self.attention)} -> {dtype_name(self.quantize.dtype)}"
+
+
+@dataclass(frozen=True, eq=False)
+class PagedGroupMatch(OutputQuantMatch):
+    """`before`: the views between the attention and the quantisation."""
+
+    attention: PagedAttention
+    quantize: GroupQuantize
+    before: tuple[Node, ...]
+
+    @property
+    def site(self) -> Node:
+        """The attention."""
+        return self.attention.output
+
+    def check(self) -> None:
+        """The scales must be those of `quant.choose_scale`, of groups within a head."""
+        q = self.quantize
+        limit, tiny = max_value(q.dtype), torch.finfo(torch.float32).tiny
+        self.require(
+            q.clamp in (None, (-limit, limit)),
+            f"the graph clamps to {q.clamp}, the fused op to the range of {dtype_name(q.dtype)}, ±{limit:g}",
+        )
+        self.require(
+            math.isclose(q.min_scale, tiny, rel_tol=1e-6),
+            f"a scale is at least {q.min_scale:g} in the graph and {tiny:g}, the smallest number, in the fused op",
+        )
+        self.require(
+            q.max_scale == math.inf, f"a scale is at most {q.max_scale:g} in the graph; the fused op has no such bound"
+        )
+        head_dim = value(self.attention.output).shape[-1]
+        self.require(
+            known(head_dim % q.group_size == 0),
+            f"groups of {q.group_size} do not divide a head of {head_dim}",
+        )
+        self.require(
+            all(calls(view, *KEEP_ORDER) or is_noop(view) for view in self.before),
+            "the attention's output is transposed before it is quantised, so a group is not in one head",
+        )
+        if q.scales is not None:
+            unknown = [size for size in value(q.scales).shape if not isinstance(size, int)]
+            self.require(len(unknown) <= 1, f"several sizes of the scales, {unknown}, are symbolic")
+
+    def check_profit(self) -> None:
+        """Where it was measured."""
+        verdict = measured_verdict(value(self.attention.output), value(self.attention.arguments["key_cache"]), "group")
+        self.require(verdict.ratio is not None and verdict.ratio >= 1.0, verdict.why)
+
+    def replace(self, call: Call) -> Node | tuple[Node, ...]:
+        """The op with two results: codes behind the views, scales in the shape of the graph's."""
+        q = self.quantize
+        op = torch.ops.fusion_passes.paged_attention_group_quant.default
+        both = self.attention.with_arguments(call, op, dtype=q.dtype, group_size=q.group_size)
+        codes = replay((*self.before, *q.views), call(operator.getitem, both, 0), call)
+        if q.scales is None:
+            return codes
+        shape = [size if isinstance(size, int) else -1 for size in value(q.scales).shape]
+        return codes, call(aten.reshape.default, call(operator.getitem, both, 1), shape)
+
+    def __str__(self) -> str:
+        q = self.quantize
+        return f"{_shape(self.attention)} -> {dtype_name(q.dtype)} in groups of {q.group_size}"
+
+
+def paged(idioms: Idioms) -> Iterator[PagedMatch]:
+    """Every static quantisation whose input is the output of a `PagedAttention`."""
+    for quantize in idioms.of(Quantize):
+        source, before = through_views(quantize.input)
+        attention = _attention(source, idioms)
+        if attention is None:
+            continue
+        behind = following_views(quantize.output)
+        yield PagedMatch(
+            output=behind[-1] if behind else quantize.output,
+            nodes=attention.nodes | quantize.nodes | {*before, *behind},
+            inputs=tuple(n for n in (*attention.inputs, quantize.scale) if n is not None),
+            attention=attention,
+            quantize=quantize,
+            views=(*before, *quantize.views, *behind),
+        )
+
+
+def paged_groups(idioms: Idioms) -> Iterator[PagedGroupMatch]:
+    """Every dynamic quantisation per group whose input is the output of a `PagedAttention`."""
+    for quantize in idioms.of(GroupQuantize):
+        source, before = through_views(quantize.input)
+        attention = _attention(source, idioms)
+        if attention is None:
+            continue
+        yield PagedGroupMatch(
+            output=quantize.output,
+            nodes=attention.nodes | quantize.nodes | {*before},
+            inputs=attention.inputs,
+            side_outputs=() if quantize.scales is None else (quantize.scales,),
+            attention=attention,
+            quantize=quantize,
+            before=before,
+        )
+
+
+def _attention(node: Node, idioms: Idioms) -> PagedAttention | None:
+    """The attention whose output the node is, in high precision."""
+    attention = idioms.at(node, PagedAttention)
+    return None if attention is None or value(node).dtype in FP8_DTYPES else attention
+
+
+def _divisor(q: Quantize, device: torch.device, call: Call) -> Node:
+    """One fp32 tensor that the graph's quantisation divides by."""
+    if q.scale is None:
+        number = 1.0 / q.scale_factor if q.inverse else q.scale_factor
+        return call(aten.full.default, [], number, dtype=torch.float32, device=device)
+    scale = q.scale if q.scale_factor == 1.0 else call(aten.mul.Tensor, q.scale, q.scale_factor)
+    return call(aten.reciprocal.default, scale) if q.inverse else scale
+
+
+def _shape(attention: PagedAttention) -> str:
+    query, cache = value(attention.query), value(attention.arguments["key_cache"])
+    return f"paged attention {dtype_name(query.dtype)} {list(query.shape)}, cache {dtype_name(cache.dtype)}"
