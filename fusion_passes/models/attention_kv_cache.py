@@ -33,7 +33,7 @@ LENGTHS: dict[str, Lengths] = {
     "1k": ((1, 1024),),
     "mixed": ((7, 7), (1, 131), (5, 21), (0, 0), (1, 1024), (1, 1), (33, 33)),
 }
-LONGEST_QUERY = 33
+LONGEST, LONGEST_QUERY = 1024, 33
 SHARED_PAGES = 64
 """Of a cache: they hold the past of many sequences."""
 
@@ -52,6 +52,8 @@ class AttentionKVCacheFp8StaticQuantPatternModel(nn.Module):
     quantize: `"plain"` torch, `"opaque"` as a custom op, or any function `(x, scale) -> codes`.
     rope: rotate query and key by their positions, before they are quantised.
     """
+
+    rope: Tensor | None
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class AttentionKVCacheFp8StaticQuantPatternModel(nn.Module):
         self.projection.weight.copy_((weight * 40).clamp(-448, 448).to(FP8))
         self.projection.weight_scale.fill_(0.0037)
         self.projection.input_scale.fill_(OUTPUT_SCALE)
-        self.rope = rope
+        self.register_buffer("rope", rope_table(LONGEST, head_dim).to(device) if rope else None)
 
     def forward(
         self,
@@ -113,9 +115,10 @@ class AttentionKVCacheFp8StaticQuantPatternModel(nn.Module):
         [tokens, num_heads * head_dim].
         """
         query, key, value = (x.unflatten(-1, (-1, self.attention.head_dim)) for x in (query, key, value))
-        if self.rope:
-            assert positions is not None
-            query, key = (rotate(x, positions) for x in (query, key))
+        if self.rope is not None:
+            cos, sin = self.rope[positions][:, None].chunk(2, -1)
+            rotary_dim = self.attention.head_dim
+            query, key = (reference.rope(x, cos, sin, rotary_dim=rotary_dim).to(x.dtype) for x in (query, key))
         codes = self.codes(query, key, value, metadata)
         output = self.projection.matmul(codes, self.dtype)
         return (output, codes) if return_codes else output
@@ -177,8 +180,8 @@ class AttentionKVCacheFp8StaticQuantFusedModel(AttentionKVCacheFp8StaticQuantPat
         return out.flatten(1)
 
 
-def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
-    """Rotary embedding of the whole head, neox pairs. x: [tokens, heads, head_dim]."""
-    half = x.shape[-1] // 2
-    angle = positions[:, None, None] * base ** (torch.arange(half, device=x.device) / -half)
-    return reference.rope(x, angle.cos(), angle.sin(), rotary_dim=2 * half).to(x.dtype)
+def rope_table(positions: int, head_dim: int, base: float = 10000.0) -> Tensor:
+    """Cosine and sine, one for each pair of dimensions: fp32 [positions, head_dim]."""
+    half = head_dim // 2
+    angle = torch.arange(positions)[:, None] * base ** (torch.arange(half) / -half)
+    return torch.cat((angle.cos(), angle.sin()), 1)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fusion_passes
-from fusion_passes import PassConfig, Report
+from fusion_passes import PassConfig, Report, reference
 from fusion_passes.models.attention_kv_cache import (
     BATCHES,
     DTYPES,
@@ -116,6 +116,35 @@ def test_compiled(backend, dtype, quantize, kv_cache_dtype):
     compare(model, SMALL, 4)
 
 
+@torch.no_grad()
+def test_compiled_with_rope():
+    """Both fusions. A code of the query that differs by a step moves the output by more than its rounding."""
+    model, report = Model(6, 2, 64, rope=True, block_size=16), Report()
+    cache = model.attention.allocate_cache(80)
+    runs = []
+    for compiled in (
+        torch.compile(model, fullgraph=True),
+        fusion_passes.compile(model, FUSE, report=report, fullgraph=True),
+    ):
+        inputs = model.example_inputs(SMALL[0], 4)
+        torch.compiler.reset()
+        output, got = compiled(*inputs, return_codes=True)
+        runs.append((output.float(), got, codes(cache.key), codes(cache.value)))
+    for rule in ("attention_quant", "rope_quant_kv_write"):
+        assert report.count(rule=rule) == 1, report
+    (output, got, key, value), (fused_output, fused, fused_key, fused_value) = runs
+    assert (key - fused_key).abs().max() <= 1
+    assert (key != fused_key).float().mean() < 1e-3
+    assert torch.equal(value, fused_value)
+    assert ((codes(got) - codes(fused)).abs() > 1).float().mean() < 0.01
+    assert (fused_output - output).norm() < 0.026 * output.norm()
+    cos, sin = model.rope[inputs[4]][:, None].chunk(2, -1)
+    turned = reference.rope(inputs[0].unflatten(-1, (-1, 64)), cos, sin, rotary_dim=64).flatten(1)
+    exact, tokens = dense(model, turned, inputs[3])
+    errors = [(dequantize(x[tokens], model.output_scale) - exact).norm() for x in (got, fused)]
+    assert errors[1] <= 1.02 * errors[0]
+
+
 # Every head shape and size with every backend; what else there is, in turn: each value meets each backend.
 FORMS = list(itertools.product(DTYPES, ("plain", "opaque")))
 FULL = [
@@ -126,7 +155,9 @@ FULL = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "dim", "backend", "dtype", "quantize"), FULL, ids=lambda x: getattr(x, "name", str(x)))
+@pytest.mark.parametrize(
+    ("heads", "dim", "backend", "dtype", "quantize"), FULL, ids=lambda x: getattr(x, "name", str(x))
+)
 def test_compiled_on_gpu(heads, dim, backend, dtype, quantize):
     """All batches and lengths in one graph."""
     fp8 = torch.float8_e4m3fn in backend.cache_dtypes
