@@ -246,7 +246,7 @@ def _match(
     return RopeWriteMatch(
         output=output,
         nodes=nodes | key.nodes | write.nodes | {*key_path},
-        inputs=(query.x, key.x, *tables, *kept, *scale),
+        inputs=(*query.inputs, *key.inputs, *tables, *kept, *scale),
         side_outputs=caches,
         query=query,
         key=key,

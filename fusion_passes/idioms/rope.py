@@ -52,8 +52,9 @@ class Table:
     width: int
 
     def same(self, other: Table) -> bool:
-        """True where both are the same columns of one node."""
-        return (self.source, self.start, self.width) == (other.source, other.start, other.width)
+        """True where both hold the same numbers: the same columns of one tensor, or of two computed alike."""
+        columns = (self.start, self.width) == (other.start, other.width)
+        return columns and _computed_alike(self.source, other.source)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,24 @@ class Rope(Idiom):
         """What it computes, in fp32, from the values of x and of the tables' sources."""
         cos, sin = (t[..., at.start : at.start + at.width] for t, at in ((cos, self.cos), (sin, self.sin)))
         return reference.rope(x, cos, sin, rotary_dim=self.rotary_dim, interleaved=self.interleaved)
+
+
+def _computed_alike(a: object, b: object, depth: int = 0) -> bool:
+    """True where two arguments are equal, or computed from equal ones by the same ops: a table is often prepared once
+    for the query and once for the key."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_computed_alike(x, y, depth) for x, y in zip(a, b, strict=True))
+    if not isinstance(a, Node) or not isinstance(b, Node) or a is b:
+        return bool(a is b or (type(a) is type(b) and a == b))
+    if depth > MAX_DEPTH or a.op != "call_function" or a.target is not b.target or a.is_impure():
+        return False
+    if getattr(a.target, "_schema", None) is not None and torch.Tag.nondeterministic_seeded in a.target.tags:  # type: ignore[union-attr]
+        return False
+    return (
+        a.kwargs.keys() == b.kwargs.keys()
+        and _computed_alike(a.args, b.args, depth + 1)
+        and all(_computed_alike(a.kwargs[name], b.kwargs[name], depth + 1) for name in a.kwargs)
+    )
 
 
 def recognize(graph: Graph) -> Iterator[Rope | NearMiss]:
@@ -530,7 +549,7 @@ def _rotate_half_of_chunks(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _heads_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x, cos, sin = x.transpose(0, 1)[None], torch.cat((cos, cos), -1)[None, None], torch.cat((sin, sin), -1)[None, None]
     x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
-    return (x * cos + torch.cat((-x2, x1), -1) * sin)[0].transpose(0, 1)
+    return (x * cos + torch.cat((-x2, x1), -1) * sin).squeeze(0).transpose(0, 1)
 
 
 def _halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
