@@ -342,6 +342,8 @@ def _combine(
     head = kv_head * GROUP + row % GROUP
     long_token = (first_token + row // GROUP).to(tl.int64)
     if queries > most or row >= queries * GROUP or long_token >= tokens:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()  # what comes after this kernel must not overtake the one before it
         return
     s = tl.arange(0, BLOCK_S)
     at = ((kv_head * seqs + seq) * splits + s).to(tl.int64) * (most * GROUP) + row
