@@ -174,7 +174,7 @@ def mutated_nodes(node: Node) -> Iterator[Node]:
 def written_between(first: Node, last: Node, inputs: Iterable[Node]) -> Node | None:
     """The first node after `first` and before `last` that writes to the memory of one of `inputs`, or None."""
     roots = {storage_root(n) for n in inputs}
-    node = first.next
+    node = first if first is last else first.next
     while node is not last and node.op != "root":
         if any(storage_root(written) in roots for written in mutated_nodes(node)):
             return node
