@@ -222,7 +222,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{tokenizer.decode(request.prompt[-40:])!r} -> {tokenizer.decode(request.output[:40])!r}")
     seconds, out = sum(step[3] for step in steps), sum(step[2] for step in steps)
     print(
-        f"{out} tokens for {len(requests)} request{'s' * (len(requests) > 1)} in {seconds:.2f} s and {len(steps)} steps: {out / seconds:.1f} "
+        f"{out} tokens for {len(requests)} request{'s' * (len(requests) > 1)} in {seconds:.2f} s "
+        f"and {len(steps)} steps: {out / seconds:.1f} "
         f"tokens/s; {sum(r.preemptions for r in requests)} preemptions"
     )
     for name, kind in (("single tokens only", True), ("with prompts", False)):
