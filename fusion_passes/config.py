@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fusion_passes import custom_ops
 from fusion_passes.rule import Level, Rule
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ class PassConfig:
     profitability: Profitability = Profitability.MEASURED
     """`measured`: fuse only where it was measured to be faster; `ignore`: wherever it is legal."""
 
+    custom_ops: tuple[tuple[str, bool], ...] = ()
+    """Layers that have two forms: whether to call an opaque op, or be plain torch, which Inductor can fuse.  A mapping
+    such as `{"quant_fp8": True}` (`nn.QuantFP8`); in the environment `quant_fp8=on`, separated by commas.  What is not
+    named is plain torch."""
+
     extra_fusions: tuple[Rule[Any], ...] = ()
     """Rules of your own, tried before the built-in ones, at every level (docs/writing-a-fusion.md)."""
 
@@ -89,6 +95,7 @@ class PassConfig:
         parsed = {
             "level": _parse("level", Level, self.level),
             "profitability": _parse("profitability", Profitability, self.profitability),
+            "custom_ops": _parse_custom_ops(self.custom_ops),
             "extra_fusions": tuple(self.extra_fusions),
             "debug_dir": Path(self.debug_dir) if self.debug_dir else None,
         }
@@ -163,6 +170,8 @@ class PassConfig:
                 text = value.name
             elif f.name in SWITCHES and value is None:
                 text = f"follows level ({self.level.name})"
+            elif f.name == "custom_ops":
+                text = ", ".join(f"{name}={'on' if state else 'off'}" for name, state in value) or "none"
             elif f.name == "extra_fusions":
                 text = ", ".join(rule.name for rule in value) or "none"
             else:
@@ -185,6 +194,25 @@ def _parse(name: str, kind: type[Any], value: object) -> Any:
             return member
     choices = ", ".join(m.name if issubclass(kind, enum.IntEnum) else m.value for m in kind)
     raise ValueError(f"{name}={value!r}: must be one of {choices}")
+
+
+def _parse_custom_ops(given: object) -> tuple[tuple[str, bool], ...]:
+    """Sorted pairs, from a mapping, pairs, or `name=on,name=off`."""
+    if isinstance(given, str):
+        given = [part.strip().partition("=")[::2] for part in given.split(",") if part.strip()]
+    pairs = given.items() if isinstance(given, Mapping) else given
+    try:
+        states = {str(name): state for name, state in pairs}  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise ValueError(f"custom_ops={given!r}: must be a mapping such as {{'quant_fp8': True}}") from None
+    for name, state in states.items():
+        if name not in custom_ops.NAMES:
+            raise ValueError(_unknown("name in custom_ops", name, set(custom_ops.NAMES)))
+        switch = _parse(f"custom_ops[{name!r}]", Switch, state)
+        if switch is Switch.REQUIRED:
+            raise ValueError(f"custom_ops[{name!r}] is on or off, not required")
+        states[name] = switch is Switch.ON
+    return tuple(sorted(states.items()))
 
 
 def _unknown(what: str, name: str, known: set[str]) -> str:

@@ -92,6 +92,16 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
     return all(known(size == 1) or known(x == y) for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
+def is_contiguous(x: Tensor) -> bool:
+    """True where the elements provably lie in memory row by row."""
+    step: int | torch.SymInt = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if not (known(size == 1) or known(stride == step)):
+            return False
+        step = step * size
+    return True
+
+
 def is_noop(node: Node) -> bool:
     """True for an op that gives its input back: a cast to the same dtype, an `expand` or `slice` to the same shape."""
     if calls(node, prims.convert_element_type.default, aten.expand.default, aten.slice.Tensor, aten._to_copy.default):

@@ -86,6 +86,24 @@ def chained_options(
     return merged
 
 
+def passes_of_compilation() -> list[Callable[[Graph], None]]:
+    """The passes that what Dynamo is tracing will go through; those that are set globally where it traces nothing.
+
+    Dynamo keeps compiled code apart by its backend, options and all, so what is traced may depend on them.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    options: Mapping[str, Any] = {}
+    try:
+        backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:  # nothing is being traced
+        backend = None
+    while backend is not None:
+        options = getattr(backend, "config", options)
+        backend = getattr(backend, "_torchdynamo_orig_backend", None)
+    return passes_in(options.get(HOOK, getattr(torch._inductor.config, HOOK)))
+
+
 def without(options: Mapping[str, Any], kind: type[CustomGraphPass]) -> dict[str, Any]:
     """`options` with all but the passes of one kind: what they are compared with."""
     kept = [p for p in passes_in(options.get(HOOK)) if not isinstance(p, kind)]

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
-from fusion_passes import compiled, inductor
+from fusion_passes import compiled, custom_ops, inductor
 from fusion_passes.config import PassConfig, Profitability, Switch
 from fusion_passes.debug import GraphDump
 from fusion_passes.fusions import FUSIONS
@@ -173,6 +174,16 @@ class PostGradPassManager(inductor.CustomGraphPass):
                 raise RequiredFusionError(f"{rule.name} is required and no place in this graph took it:\n  {told}")
             if rule.name in self.config.asked_for:
                 log.warning("fusion_passes: %s was asked for and applied nowhere in this graph:\n  %s", rule.name, told)
+
+
+def _custom_op(name: str) -> bool | None:
+    """What the settings of the compilation that is being traced say about a layer's opaque op."""
+    found = [p.config for p in inductor.passes_of_compilation() if isinstance(p, PostGradPassManager)]
+    return dict(found[-1].custom_ops).get(name) if found else None
+
+
+# Not traced but asked, each time that a layer is traced.
+custom_ops.answer_with(torch.compiler.assume_constant_result(_custom_op))
 
 
 def _text(rule: Rule[Any], m: Match) -> str:

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "fusion_passes"
 
 # A module imports from its own group and from those above it.
 LAYERS = (
-    ("quant", "reference", "symbolic"),
+    ("quant", "reference", "symbolic", "custom_ops"),
     ("kernels",),  # reached by name, from ops
     ("ops",),
     ("nn",),

@@ -20,7 +20,17 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusion_passes.graph import aten, calls, is_tensor, prims, same_shape, target_name, through_views, value
+from fusion_passes.graph import (
+    aten,
+    calls,
+    is_contiguous,
+    is_tensor,
+    prims,
+    same_shape,
+    target_name,
+    through_views,
+    value,
+)
 from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.opaque import OPAQUE, OpaqueOp
 from fusion_passes.idioms.paged_attention import PagedAttention
@@ -121,9 +131,10 @@ class QueryQuant(Rule[QueryQuantMatch]):
     def replacement(self, m: QueryQuantMatch, call: Call) -> Node:
         """The quantisation in plain torch; where it was in the attention, the attention with FP8 queries."""
         if m.by is not None:
-            return _quantized(m.query, m.scale, value(m.output).dtype, m.by, call)
+            packed = is_contiguous(value(m.output))
+            return _quantized(m.query, m.scale, value(m.output).dtype, m.by, call, packed=packed)
         cache = value(m.attention.arguments["key_cache"])
-        codes = _quantized(m.query, m.scale, cache.dtype, OPAQUE["fusion_passes::quantize_fp8"], call)
+        codes = _quantized(m.query, m.scale, cache.dtype, OPAQUE["fusion_passes::quantize_fp8"], call, packed=True)
         return m.attention.with_arguments(call, query=codes, dtype=value(m.output).dtype)
 
     def explain(self, idioms: Idioms) -> Iterator[NearMiss]:
@@ -142,9 +153,14 @@ class QueryQuant(Rule[QueryQuantMatch]):
         return f"query {dtype_name(query.dtype)} {list(query.shape)}, quantised inside of {op_name(made_by(m.output))}"
 
 
-def _quantized(x: Node, scale: Node, dtype: torch.dtype, op: OpaqueOp, call: Call) -> Node:
-    """What `op` makes of x, as ops that Inductor fuses."""
+def _quantized(x: Node, scale: Node, dtype: torch.dtype, op: OpaqueOp, call: Call, *, packed: bool) -> Node:
+    """What `op` makes of x, as ops that Inductor fuses.
+
+    packed: the codes are to be contiguous.  Of strided x, whose strides may be symbolic, torch would otherwise ask
+    which is larger, and add a guard."""
     limit = max_value(dtype)
+    if packed and not is_contiguous(value(x)):
+        x = call(aten.clone.default, x, memory_format=torch.contiguous_format)
     if value(x).dtype is not torch.float32:
         x = call(prims.convert_element_type.default, x, torch.float32)
     if value(scale).ndim:

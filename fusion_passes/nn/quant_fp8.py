@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from fusion_passes import custom_ops
 from fusion_passes.ops import quantize_dynamic
 from fusion_passes.ops.quantize import quantize_fp8
 from fusion_passes.quant import QuantSpec, quantize
@@ -29,7 +30,9 @@ def native_dtype(dtype: torch.dtype, device: torch.device | str | None = None) -
 class QuantFP8(nn.Module):
     """``x -> (codes, scale)`` as a QuantSpec says.
 
-    form: "plain" or "opaque".
+    form: "plain" or "opaque"; None: plain, but opaque where the passes' settings ask for it,
+    `PassConfig(custom_ops={"quant_fp8": True})`, and there is an op for the spec. They are read when the layer is
+    traced, from the compilation that traces it; code compiled with other settings is compiled anew.
     scale_upper_bound: for dynamic scales: a larger one becomes this, and the values that it cannot hold saturate.
 
     Raises ValueError if the bound is not positive or comes with static scales, or there is no opaque op for the spec
@@ -37,12 +40,13 @@ class QuantFP8(nn.Module):
     """
 
     def __init__(
-        self, spec: QuantSpec = STATIC_E4M3, *, form: Form = "plain", scale_upper_bound: float | None = None
+        self, spec: QuantSpec = STATIC_E4M3, *, form: Form | None = None, scale_upper_bound: float | None = None
     ) -> None:
         super().__init__()
-        if form not in ("plain", "opaque"):
-            raise ValueError(f"form must be 'plain' or 'opaque', got {form!r}")
-        if form == "opaque" and spec.static and spec.granularity != "tensor":
+        if form not in ("plain", "opaque", None):
+            raise ValueError(f"form must be 'plain', 'opaque' or None, got {form!r}")
+        self.has_op = not spec.static or spec.granularity == "tensor"
+        if form == "opaque" and not self.has_op:
             raise ValueError(f"static scales per {spec.granularity} have no opaque op: use form='plain'")
         if scale_upper_bound is not None and (spec.static or not scale_upper_bound > 0.0):
             raise ValueError(f"scale_upper_bound must be positive and is for dynamic scales, got {scale_upper_bound}")
@@ -55,15 +59,16 @@ class QuantFP8(nn.Module):
         """
         if self.spec.static != (scale is not None):
             raise ValueError("static scales are given with the call, dynamic ones are chosen by it")
+        opaque = self.form == "opaque" or (self.form is None and self.has_op and custom_ops.is_on("quant_fp8"))
         if scale is None:
-            dynamic = quantize_dynamic.plain if self.form == "plain" else quantize_dynamic.quantize_fp8_dynamic
+            dynamic = quantize_dynamic.quantize_fp8_dynamic if opaque else quantize_dynamic.plain
             return dynamic(x, self.spec, self.scale_upper_bound)
         if scale.device != x.device:
             raise ValueError(f"scale is on {scale.device}, x on {x.device}: make the scale a buffer of the module")
-        if self.form == "opaque":
+        if opaque:
             return quantize_fp8(x, scale, self.spec.dtype), scale
         return quantize(x, scale, self.spec.dtype), scale
 
     def extra_repr(self) -> str:
         bound = "" if self.scale_upper_bound is None else f", scale_upper_bound={self.scale_upper_bound}"
-        return f"{self.spec}, form={self.form}{bound}"
+        return f"{self.spec}, form={self.form or 'as set'}{bound}"

@@ -25,6 +25,8 @@ class Case:
     becomes: the op that is called then, where it is not named like the rule.
     output_scale: whether its last input is the scale of a static quantisation, which may come in any form.
     place: one that must not fuse: whether it is found and refused, not overlooked with a near miss.
+    all_symbolic: whether it fuses where every size is symbolic, as with `dynamic=True`: what a kernel must know of a
+        head, no one can then prove.
     differentiable: whether gradients flow through the op that is fused.
     strided: inputs that are not contiguous.  cuda: whether it is the same on CUDA.
     one_token_on_cuda: whether it fuses there with one token too: Inductor makes a product with one row, where it is
@@ -45,6 +47,7 @@ class Case:
     output_scale: bool = True
     place: bool = False
     differentiable: bool = True
+    all_symbolic: bool = True
     strided: bool = False
     cuda: bool = True
     one_token_on_cuda: bool = True

@@ -205,6 +205,7 @@ def grouped(
         kind="groups",
         becomes="paged_attention_group_quant",
         differentiable=False,
+        all_symbolic=False,
         output_scale=False,
         **fields,
     )

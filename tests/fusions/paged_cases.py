@@ -51,5 +51,6 @@ def attend(query, key, value, table, start, lengths, q=None, k=None, v=None, out
 def exact(query, key, value, table, start, lengths, q=None, k=None, v=None, **options):
     """The same in fp32."""
     options = {"scale": SOFTMAX_SCALE, **options, "dtype": torch.float32}
+    options.pop("max_query_len", None)
     sinks = options.pop("sinks", None)
     return reference.paged_attention(*(query, key, value, table, start, lengths, q, k, v, None, None, sinks), **options)

@@ -19,6 +19,8 @@ INFERENCE = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "
 @first_of_each
 def test_fused_in_inference(rule, case, context, dynamic):
     """Without a context too, where nothing requires a gradient."""
+    if dynamic and not case.all_symbolic:
+        pytest.skip("every size is symbolic, and this case needs to know some")
     run = WithoutCode(case.fn, dynamic=dynamic)
     inputs = case.inputs(7, "cpu")
     with INFERENCE[context]():

@@ -6,7 +6,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from fusion_passes.ops.attention_quant import KERNELS, AttentionQuantArguments, why_unsupported
 from tests.fusions.accuracy import check, check_layout
-from tests.fusions.cases import dynamic, each, varied
+from tests.fusions.cases import FIRST, dynamic, each, varied
 from tests.fusions.without_code import STOCK, WithoutCode
 
 # Primes, powers of two, multiples of no block; 4, 8 and 64 are also the number of heads, its double, the head size.
@@ -34,7 +34,7 @@ def test_one_graph_for_twenty_sizes(rule, case):
     assert run.new_guards == [[]]
 
 
-@varied
+@each(lambda case: case.fuses and case.all_symbolic and (case in FIRST or case.strided))
 @torch.no_grad()
 def test_one_token_and_dynamic_true_compile_as_often_as_stock(rule, case):
     """Size 1 is a graph of its own in stock torch.compile too."""
