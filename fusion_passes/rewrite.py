@@ -54,7 +54,7 @@ class Insertion:
             raise DeclinedError("this graph carries no fake tensors, so shapes cannot be checked")
         fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         with mode:
-            node.meta["val"] = target(*fake_args, **fake_kwargs)
+            node.meta["val"] = _value(target, fake_args, fake_kwargs)
         node.meta.update({key: self.output.meta[key] for key in PROVENANCE if key in self.output.meta})
         return node
 
@@ -63,6 +63,22 @@ class Insertion:
         for node in reversed(self._added):
             self.graph.erase_node(node)
         self._added.clear()
+
+
+def _value(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call gives, on fake tensors.
+
+    The wrapper around an op that writes gives the op's result and then the tensors that are written, all of which it
+    copies first; where each is written as a whole that is known without the copies, which take most of the time."""
+    bases = kwargs.get("_all_bases")
+    given = {name: x for name, x in kwargs.items() if not name.startswith("_")}
+    index = {name: x for name, x in kwargs.items() if name.startswith("_") and name != "_all_bases"}
+    if bases is None or not all(name.endswith("_base_index") and isinstance(x, int) for name, x in index.items()):
+        return target(*args, **kwargs)
+    written = {name.removeprefix("_").removesuffix("_base_index"): bases[x] for name, x in index.items()}
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(bases)):
+        result = args[0](**given, **written)
+    return (*result, *bases) if isinstance(result, tuple) else (result, *bases)
 
 
 def check_side_effects(m: Match) -> None:

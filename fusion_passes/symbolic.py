@@ -14,6 +14,14 @@ def known(condition: bool | torch.SymBool) -> bool:
     return statically_known_true(condition)
 
 
+def fixed(size: int | torch.SymInt) -> int | None:
+    """The number that a size is, also where it was a symbol once; None where it may be another."""
+    if isinstance(size, int):
+        return size
+    number = size.node.maybe_as_int()
+    return number if isinstance(number, int) else None
+
+
 def hint(size: int | torch.SymInt) -> int | None:
     """The size seen while compiling, for judging profit only; None where a symbolic size has no known example."""
     if isinstance(size, int):

@@ -48,7 +48,7 @@ from fusion_passes.measured.rope_quant_kv_write import verdict as measured_verdi
 from fusion_passes.ops.kv_cache_write import why_no_kernel
 from fusion_passes.quant import dtype_name
 from fusion_passes.rule import Call, Match, Rule
-from fusion_passes.symbolic import known
+from fusion_passes.symbolic import fixed, known
 from fusion_passes.views import replay
 
 OUTPUT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -104,12 +104,15 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
                 quantized.setdefault(rope.output, []).append((quantize, path))
         writes = [(write, *_behind_rope(write.key, idioms)) for write in idioms.of(KVCacheWrite)]
         keys = [key for _, key, _ in writes]
-        queries = [rope for rope in _outermost(idioms) if rope not in keys]
+        queries = [rope for rope in idioms.of(Rope) if rope not in keys]
         for write, key, path in writes:
-            near = [query for query in queries if key is not None and _same_tables(query, key)]
-            if key is None or not near:
+            if key is None:
                 continue
-            query = min(near, key=lambda query: abs(order[query.output] - order[write.output]))
+            at = order[write.output]
+            near = sorted(queries, key=lambda query: abs(order[query.output] - at))
+            query = next((query for query in near if _same_tables(query, key)), None)
+            if query is None:
+                continue
             queries.remove(query)
             yield _match(query, key, path, write, quantized.get(query.output, []), idioms)
 
@@ -131,11 +134,7 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
         )
         for name, rope in (("query", m.query), ("key", m.key)):
             m.require(_head(rope) is not None, f"cos and sin have no row for each token of the {name}")
-            shape = rope.x.meta["val"].shape
-            m.require(
-                not any(isinstance(size, torch.SymInt) for size in (shape[_head(rope)], shape[-1])),
-                f"the number of heads of the {name} is not known while compiling",
-            )
+            m.require(None not in _heads_and_size(rope), f"the number of heads of the {name} is not known")
         tokens = value(m.write.key).shape[0]
         for name, rope in (("query", m.query), ("key", m.key)):
             sizes = _token_sizes(rope)
@@ -168,8 +167,8 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
         fused = call(
             m.write.wrapper,
             torch.ops.fusion_passes.rope_quant_kv_write.default,
-            query=_token_major(m.query.x, _head(m.query), call),
-            key=_token_major(m.key.x, _head(m.key), call),
+            query=_token_major(m.query, call),
+            key=_token_major(m.key, call),
             value=m.write.value,
             cos=cos,
             sin=sin,
@@ -193,7 +192,7 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
 
     def explain(self, idioms: Idioms) -> Iterator[NearMiss]:
         """Where the key of a write comes from instead, or what its query lacks."""
-        ropes = _outermost(idioms)
+        ropes = list(idioms.of(Rope))
         for write in idioms.of(KVCacheWrite):
             key, path = _behind_rope(write.key, idioms)
             if key is None:
@@ -258,13 +257,6 @@ def _match(
     )
 
 
-def _outermost(idioms: Idioms) -> list[Rope]:
-    """The rotary embeddings that are not a part of another one, which passes further dimensions."""
-    ropes = list(idioms.of(Rope))
-    inner = {node for rope in ropes for node in rope.nodes if node is not rope.output}
-    return [rope for rope in ropes if rope.output not in inner]
-
-
 def _behind_rope(node: Node, idioms: Idioms) -> tuple[Rope | None, tuple[Node, ...]]:
     """The rotary embedding whose result `node` is through views and casts, and those; the first of them last passed."""
     path: list[Node] = []
@@ -323,6 +315,11 @@ def _head(rope: Rope) -> int | None:
     return several[0] if several else shared[-1]
 
 
+def _heads_and_size(rope: Rope) -> tuple[int | None, int | None]:
+    x, head = value(rope.x), _head(rope)
+    return None if head is None else fixed(x.shape[head]), fixed(x.shape[-1])
+
+
 def _token_sizes(rope: Rope) -> list[int]:
     head = _head(rope)
     return [size for d, size in enumerate(value(rope.x).shape[:-1]) if d != head]
@@ -333,22 +330,20 @@ def _order(rank: int, head: int | None) -> list[int]:
     return [*(d for d in range(rank - 1) if d != head), rank - 1 if head is None else head, rank - 1]
 
 
-def _token_major(node: Node, head: int | None, call: Call) -> Node:
-    """[tokens, heads, head_dim] of a tensor with its tokens and heads in any order."""
-    rank = value(node).ndim
-    if (order := _order(rank, head)) != list(range(rank)):
+def _token_major(rope: Rope, call: Call) -> Node:
+    """x as [tokens, heads, head_dim]."""
+    node, rank = rope.x, value(rope.x).ndim
+    if (order := _order(rank, _head(rope))) != list(range(rank)):
         node = call(aten.permute.default, node, order)
     if rank != 3:
-        node = call(aten.reshape.default, node, [-1, *value(node).shape[-2:]])
+        node = call(aten.reshape.default, node, [-1, *_heads_and_size(rope)])
     return node
 
 
-def _target_sizes(rope: Rope) -> list[int] | None:
+def _target_sizes(rope: Rope) -> list[int | None] | None:
     """Sizes for a reshape of [tokens, heads, head_dim] to the dimensions of x, with heads behind the tokens."""
-    x, head = value(rope.x), _head(rope)
-    sizes = [size if type(size) is int else -1 for size in _token_sizes(rope)]
-    assert head is not None
-    return None if sizes.count(-1) > 1 else [*sizes, x.shape[head], x.shape[-1]]
+    sizes = [-1 if fixed(size) is None else fixed(size) for size in _token_sizes(rope)]
+    return None if sizes.count(-1) > 1 else [*sizes, *_heads_and_size(rope)]
 
 
 def _as_in_graph(rope: Rope, node: Node, call: Call) -> Node:
@@ -410,7 +405,7 @@ def _tables(rope: Rope, call: Call) -> tuple[Node, Node, Node | None]:
         order = _order(value(node).ndim, _head(rope))
         if order != list(range(value(node).ndim)):
             node = call(aten.permute.default, node, order)
-        node = call(aten.reshape.default, node, [-1, value(node).shape[-1]])
+        node = call(aten.reshape.default, node, [-1, fixed(value(node).shape[-1])])
         rows.append(_columns(node, table.start, table.width, call))
     return rows[0], rows[1], None
 
@@ -452,8 +447,8 @@ def _lookup(rope: Rope, table: Table) -> _Lookup | None:
             return None
         if not known(flat.shape[0] == 1) and not known(flat.stride(0) == value(rows).shape[1]):
             return None
-        start = flat.storage_offset()
-    return _Lookup(rows, positions, start + table.start) if isinstance(start, int) else None
+        start = fixed(flat.storage_offset())
+    return None if start is None else _Lookup(rows, positions, start + table.start)
 
 
 def _indexed(node: Node) -> tuple[Node | None, Node | None]:

@@ -30,9 +30,12 @@ class Unread(Exception):
         self.reason = reason
 
 
-def read_all(graph: Graph, what: str, read: Callable[[Node], FoundIdiom | None]) -> Iterator[FoundIdiom | NearMiss]:
-    """What `read` finds at the calls of a graph, and where it stopped.  Never raises."""
-    for node in graph.nodes:
+def read_all(
+    graph: Graph, what: str, read: Callable[[Node], FoundIdiom | None], *, last_first: bool = False
+) -> Iterator[FoundIdiom | NearMiss]:
+    """What `read` finds at the calls of a graph, in graph order or the other way round, and where it stopped.  Never
+    raises."""
+    for node in reversed(graph.nodes) if last_first else graph.nodes:
         if node.op != "call_function":
             continue
         try:

@@ -27,7 +27,7 @@ from fusion_passes.idioms.reading import (
     number,
     read_all,
 )
-from fusion_passes.symbolic import known
+from fusion_passes.symbolic import fixed, known
 
 MAX_TERMS = 4
 """Of one dimension, while reading: two are left in the end."""
@@ -102,8 +102,16 @@ def _computed_alike(a: object, b: object, depth: int = 0) -> bool:
 
 
 def recognize(graph: Graph) -> Iterator[Rope | NearMiss]:
-    """Every rotary embedding of the graph, and what only looks like one.  Never raises."""
-    return read_all(graph, "rope", _read)
+    """Every rotary embedding of the graph that is not part of another one, and what only looks like one.  Never
+    raises."""
+    inside: set[Node] = set()
+
+    def read(node: Node) -> Rope | None:
+        rope = None if node in inside else _read(node)
+        inside.update(() if rope is None else rope.nodes)
+        return rope
+
+    return read_all(graph, "rope", read, last_first=True)  # the outermost first
 
 
 def _read(node: Node) -> Rope | None:
@@ -111,7 +119,7 @@ def _read(node: Node) -> Rope | None:
         return None
     if calls(node, aten.cat.default) and all(calls(user, *RESHAPES) and _may_be(user) for user in node.users):
         return None  # pairs, side by side in a dimension of their own: the reshape is read
-    if isinstance(node.meta["val"].shape[-1], torch.SymInt):
+    if fixed(value(node).shape[-1]) is None:
         return None
     try:
         return _Reading(node, value(node).ndim - 1).rope()
@@ -192,7 +200,7 @@ class _Reading:
         self.shape = value(root).shape[:outer]
         self.nodes: set[Node] = set()
         self.known: dict[Node, _Sum] = {}
-        self.ends: set[Node] = set()
+        self.ends: dict[Node, Node] = {}
 
     def rope(self) -> Rope | None:
         self._find_ends(self.root, 0)
@@ -216,7 +224,8 @@ class _Reading:
         if self._picked(node) is not None:
             while (step := self._picked(node) or self._inner_view(node)) is not None or is_exact_cast(node):
                 node = step if step is not None else node.all_input_nodes[0]
-            self.ends.add(node)
+            # One tensor may be computed twice: for each half, behind a write to what it is a view of.
+            self.ends[node] = next((end for end in self.ends.values() if _computed_alike(node, end)), node)
             return
         for source in self._operands(node):
             self._find_ends(source, depth + 1)
@@ -241,12 +250,12 @@ class _Reading:
         if not (isinstance(node, Node) and is_high_precision(node) and value(node).ndim > self.outer):
             return False
         shape = value(node).shape
-        return all(isinstance(size, int) for size in shape[self.outer :]) and all(
+        return all(fixed(size) is not None for size in shape[self.outer :]) and all(
             known(a == b) or known(a == 1) for a, b in zip(shape[: self.outer], self.shape, strict=True)
         )
 
     def _inner(self, node: Node) -> tuple[int, ...]:
-        return tuple(int(size) for size in value(node).shape[self.outer :])
+        return tuple(fixed(size) or 0 for size in value(node).shape[self.outer :])
 
     def _inner_dim(self, node: Node, position: int) -> int | None:
         """The dimension that a call works on, counted from the first inner one; None for an outer one."""
@@ -293,7 +302,8 @@ class _Reading:
             if found is None:
                 inner = self._inner(node)
                 count = math.prod(inner)
-                found = _Sum(inner, (_Term([1.0] * count, ((node, list(range(count))),)),))
+                leaf = self.ends.get(node, node)
+                found = _Sum(inner, (_Term([1.0] * count, ((leaf, list(range(count))),)),))
             else:
                 self.nodes.add(node)
             if len(found.terms) > MAX_TERMS:

@@ -97,7 +97,12 @@ def by_scale(q, scale):
     return q / scale
 
 
-def apart(packed, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM):
+def flat(q, scale):
+    """[tokens, hidden]."""
+    return saturate(q.flatten(1).float() / scale)
+
+
+def apart(packed, heads, kv_heads, head_dim):
     q, k, v = packed.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
     return (x.unflatten(-1, (-1, head_dim)) for x in (q, k, v))
 
@@ -127,13 +132,15 @@ def case(
     turn = SPELLINGS[rotate] if isinstance(rotate, str) else rotate
     interleaved = isinstance(rotate, str) and ("neighbours" in rotate or "every_two" in rotate)
     scaled = cache in FP8_DTYPES
+    large = geometry != (HEADS, KV_HEADS, HEAD_DIM)
     make = inputs(
         cache=cache, table=table, half=half,
         **dict(zip(("heads", "kv_heads", "head_dim"), geometry, strict=True)) | (options or {}),
     )  # fmt: skip
 
     def fn(packed, cos, sin, key_cache, value_cache, slots, k_scale, v_scale, q_scale):
-        q, k, v = apart(packed, *geometry)
+        # Dynamo takes globals for constants, under dynamic=True too.
+        q, k, v = apart(packed, *geometry) if large else apart(packed, HEADS, KV_HEADS, HEAD_DIM)
         scales = (k_scale, v_scale) if scaled else ()
         write(turn(k, cos, sin), v, key_cache, value_cache, slots, *scales)
         codes = quantize(turn(q, cos, sin), q_scale)
@@ -150,6 +157,8 @@ def case(
         )
         by_k, by_v = (k_scale, v_scale) if scaled else (1.0, 1.0)
         written = (slots >= 0)[:, None, None]
+        if alone:
+            return exact(q, q_scale)
         return exact(q, q_scale), torch.where(written, k / by_k, 0.0), torch.where(written, v / by_v, 0.0)
 
     tokens = ((0, 0), (2, 0), (5, 0)) if table else ((0, 0), (1, 0), (2, 0), (5, 0))
@@ -170,14 +179,15 @@ def case(
 
 
 FUSED = (
-    case("halves", options={"dtype": FP32}),
+    case("halves", flat, exact=lambda q, s: q.flatten(1) / s, options={"dtype": FP32}, alone=True),
     case("rotate_half", inverse, "inverse", lambda q, s: q * s, "rotate_half"),
     case("rotate_half, heads first", number, "number", lambda q, s: q / 0.37, "rotate_half, heads first"),
     case("neighbours", reciprocal, "reciprocal", rotate="neighbours as pairs", options={"layout": "NHD"}),
     case("the first dimensions", opaque, "opaque", rotate="the first dimensions"),
     case("looked up by position", rotate=halves_of_a_table, table=True),
     case("as in transformers", rotate=batched, options={"dtype": FP16}),
-    case("strided", options={"strided": True, "dtype": FP32}),
+    case("strided", options={"strided": True, "dtype": FP32}, alone=True),
+    case("halves in bf16"),
     case("e5m2", divide_e5m2, cache=E5M2, options={"shape": (1,)}),
     case("query as it is", keep, exact=lambda q, s: q),
     case("bf16 cache", cache=BF16),

@@ -19,12 +19,10 @@ def inputs(name, dtype, tokens=TOKENS, heads=HEADS):
 
 
 def found(graph):
-    """The rotary embeddings whose result is not a part of another."""
-    ropes = []
-    for item in rope.recognize(graph):
-        assert isinstance(item, Rope), item.reason
-        ropes.append(item)
-    return [r for r in ropes if not any(r.output in other.nodes for other in ropes if other is not r)]
+    """The rotary embeddings, in graph order."""
+    ropes = list(rope.recognize(graph))
+    assert all(isinstance(r, Rope) for r in ropes), [str(r) for r in ropes]
+    return sorted(ropes, key=lambda r: r.output)
 
 
 def values(graph, nodes):
