@@ -52,12 +52,9 @@ def _halves(x, DTYPE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _load_query(
-    q_ptr, offsets, real, factor, q_scale_ptr, HEAD_DIM: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr
-):
-    """The query rows as the matrix unit takes them, [BLOCK_M, HEAD_DIM] in VALUE, and the positive factor of a logit,
+def _prepare_query(q, factor, q_scale_ptr, KEY: tl.constexpr, VALUE: tl.constexpr):
+    """The query rows [BLOCK_M, HEAD_DIM] as the matrix unit takes them, in VALUE, and the positive factor of a logit,
     for all rows or for each."""
-    q = tl.load(q_ptr + offsets[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=real[:, None], other=0.0)
     if KEY.is_fp8() and q_scale_ptr is not None and not q.dtype.is_fp8():
         q = to_fp8(tl.div_rn(q.to(tl.float32), tl.load(q_scale_ptr)), KEY)
     # A maximum times the factor is the maximum of the products only for a positive factor: the query takes the sign.
@@ -252,27 +249,32 @@ def _split(
     first_token = tl.load(start_ptr + seq)
     queries = tl.load(start_ptr + seq + 1) - first_token
     padding = tl.load(start_ptr + seqs) + seq
+    row = first_row + tl.arange(0, BLOCK_M)
+    token = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    # Where all sequences have as many new tokens as there may be, the query need not wait for where it starts.
+    expected_token = seq * most
+    long_token = (expected_token + token).to(tl.int64)
+    q_tile = q_ptr + (head * q_head)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    q = tl.load(q_tile + (long_token * q_token)[:, None], mask=(long_token < tokens)[:, None], other=0.0)
     factor = scale * scale_or_one(q_scale_ptr) * scale_or_one(k_scale_ptr)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # when all of these have started, those of _combine may come and wait
     if split == 0 and first_row == 0:
-        head = tl.arange(0, triton.next_power_of_2(GROUP))
+        some = tl.arange(0, triton.next_power_of_2(GROUP))
         nothing = tl.zeros([triton.next_power_of_2(GROUP), HEAD_DIM], tl.float32)
         while padding < tokens:
-            at = padding.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + head
-            store_rows(out_ptr, out_scales_ptr, output_scale_ptr, nothing, at, head < GROUP, HEAD_DIM, GROUP_SIZE)
+            at = padding.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + some
+            store_rows(out_ptr, out_scales_ptr, output_scale_ptr, nothing, at, some < GROUP, HEAD_DIM, GROUP_SIZE)
             padding += seqs
     if queries > most or first_row >= queries * GROUP:
         return
-    row = first_row + tl.arange(0, BLOCK_M)
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
     long_token = (first_token + token).to(tl.int64)
     real = (token < queries) & (long_token < tokens)
     position = length - queries + token
-    q, factor = _load_query(
-        q_ptr, long_token * q_token + head * q_head, real, factor, q_scale_ptr, HEAD_DIM, KEY, VALUE
-    )
+    if first_token != expected_token:
+        q = tl.load(q_tile + (long_token * q_token)[:, None], mask=real[:, None], other=0.0)
+    q, factor = _prepare_query(q, factor, q_scale_ptr, KEY, VALUE)
     first_seen = 0
     first_edge = 0
     if WINDOW:
@@ -397,7 +399,8 @@ def plan(
     One wave of programs: a second, partly filled one costs up to 40 %, and each further split costs time to combine.
     Each has two tiles or more.
     """
-    block_m = 16 if rows <= 16 or mixed else 32 if rows <= 32 or head_dim > 128 else 64  # more would spill registers
+    # 64 rows spill registers with a head of 256; with one of 32 Triton 3.6 computes something else.
+    block_m = 16 if rows <= 16 or mixed else 32 if rows <= 32 or head_dim != 128 else 64
     row_blocks = triton.cdiv(rows, block_m)
     groups = seqs * kv_heads * (1 if mixed else row_blocks)
     # Tiles of 128 keys if a wave without splits nearly fills the chip (more bytes in flight), and for small pages

@@ -110,17 +110,19 @@ def run(problem, query_dtype=BF16, dtype=None, device="cpu", implementation="op"
     return out.cpu(), problem.expected(used, 0.31, **options)
 
 
-def check(out, expected, total):
+def check(out, expected, total, exact=True):
+    """exact: fp32 up to the rounding of the output; the kernels multiply in fp16, or in bf16."""
+    slack = 2e-5 if exact else 2e-5 + 2**-9 * expected.abs().max()
     assert out.is_contiguous()
     if out.dtype in (E4M3, E5M2):
-        want = quantize(expected.float(), OUTPUT_SCALE, out.dtype)
-        off = (codes(out) - codes(want)).abs()
-        assert off.max() <= 1
-        assert (off == 0).float().mean() > 0.99
+        low, want, high = (codes(quantize((expected + x).float(), OUTPUT_SCALE, out.dtype)) for x in (-slack, 0, slack))
+        got = codes(out)
+        assert ((got >= low - 1) & (got <= high + 1)).all()
+        assert (got == want).float().mean() > (0.99 if exact else 0.97)
         assert (out[total:].view(torch.uint8) == 0).all()
     else:
         eps = torch.finfo(out.dtype).eps
-        torch.testing.assert_close(out.double(), expected, rtol=max(eps, 2e-5), atol=2e-5)
+        torch.testing.assert_close(out.double(), expected, rtol=max(eps, 2e-5), atol=float(slack))
         assert (out[total:] == 0).all()
 
 
@@ -165,7 +167,7 @@ def test_against_dense(case, implementation, device):
         assert (out - expected).abs().max() < 0.02 * expected.abs().max()
         assert (out - expected).norm() < 2e-3 * expected.norm()
     else:
-        check(out, expected, problem.total)
+        check(out, expected, problem.total, exact=device == "cpu" or implementation == "gather")
 
 
 def test_prob_scale_is_used():
@@ -378,10 +380,12 @@ def test_scales_per_group(case, implementation, device):
     assert out.dtype == spec.dtype
     assert out.is_contiguous()
     assert out_scales.is_contiguous()
-    torch.testing.assert_close(out_scales.cpu(), want, rtol=2e-3, atol=0)
-    off = (codes(out.cpu()) - codes(quantize(expected, want, spec.dtype))).abs()
-    assert off.max() <= 1
-    assert (off == 0).float().mean() > 0.99
+    torch.testing.assert_close(out_scales.cpu(), want, rtol=4e-3, atol=0)
+    slack = 0.0 if device == "cpu" or implementation == "gather" else 2**-9 * expected.abs().max()
+    low, middle, high = (codes(quantize(expected + x, want, spec.dtype)) for x in (-slack, 0.0, slack))
+    got = codes(out.cpu())
+    assert ((got >= low - 1) & (got <= high + 1)).all()
+    assert (got == middle).float().mean() > (0.97 if slack else 0.99)
     assert (codes(out.cpu())[problem.total :] == 0).all()
 
 
@@ -439,7 +443,7 @@ def test_one_cuda_graph_serves_other_lengths():
     args[3].copy_(new[3][:, :3])
     args[5].copy_(new[5])
     graph.replay()
-    check(out.cpu(), second.expected(second.query[:2].bfloat16(), 0.31), 2)
+    check(out.cpu(), second.expected(second.query[:2].bfloat16(), 0.31), 2, exact=False)
 
 
 def change(**changes):
