@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from common import microseconds
+from common import copy, microseconds
 from torch import Tensor
 
 from fusion_passes.ops import paged_attention
 
 E4M3 = torch.float8_e4m3fn
-COPY_BYTES = 1 << 29
 COLD_BYTES = 300_000_000
 """Data that the contenders go round, so that none of it is in the L2 when it is read again."""
 
@@ -149,10 +148,9 @@ def calls(case: Case) -> list[Callable[[], object]]:
 
 def measure(case: Case, milliseconds: float = 40.0) -> dict[str, object]:
     torch.manual_seed(0)
-    source = torch.randint(0, 1 << 30, (COPY_BYTES // 4,), device="cuda", dtype=torch.int32)
-    target = torch.empty_like(source)
-    times = microseconds({"op": calls(case), "copy": lambda: target.copy_(source)}, milliseconds)
-    bandwidth, copied = case.bytes / times["op"] / 1e6, 2 * COPY_BYTES / times["copy"] / 1e6
+    copying, moved = copy()
+    times = microseconds({"op": calls(case), "copy": copying}, milliseconds)
+    bandwidth, copied = case.bytes / times["op"] / 1e6, moved / times["copy"] / 1e6
     row: dict[str, object] = {
         "case": str(case),
         "microseconds": round(times["op"], 2),
