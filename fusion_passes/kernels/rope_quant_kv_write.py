@@ -134,24 +134,25 @@ def _rope_quant_kv_write(
             row = tl.minimum(tl.maximum(row, 0), rows - 1)
         cos = cos_ptr + row * cos_t
         sin = sin_ptr + row * sin_t
-    if chunk < q_chunks:
-        q_head = (chunk * BLOCK_Q + tl.arange(0, BLOCK_Q))[:, None]
-        q_inside = q_head < HEADS
-        q_scale = q_scale_factor
-        if q_scale_ptr is not None:
-            q_scale = tl.load(q_scale_ptr) * q_scale_factor
-        q_src = q_ptr + t * q_t + q_head.to(tl.int64) * q_h
-        q_dst = out_ptr + (t * HEADS + q_head) * HEAD_DIM
-        _turned(
-            q_dst, q_src, q_inside, q_inside, q_scale, cos, sin,
-            HALF, BLOCK_HALF, WIDE, INTERLEAVED, Q_SCALED, Q_INVERSE, Q_LIMIT,
-        )  # fmt: skip
-        if 2 * HALF < HEAD_DIM:
-            _as_it_is(
-                q_dst, q_src, q_inside, q_inside, q_scale,
-                2 * HALF, HEAD_DIM - 2 * HALF, BLOCK_REST, Q_SCALED, Q_INVERSE, Q_LIMIT,
+    if HEADS > 0:  # noqa: SIM102 (known while compiling, so that there is no branch)
+        if chunk < q_chunks:
+            q_head = (chunk * BLOCK_Q + tl.arange(0, BLOCK_Q))[:, None]
+            q_inside = q_head < HEADS
+            q_scale = q_scale_factor
+            if q_scale_ptr is not None:
+                q_scale = tl.load(q_scale_ptr) * q_scale_factor
+            q_src = q_ptr + t * q_t + q_head.to(tl.int64) * q_h
+            q_dst = out_ptr + (t * HEADS + q_head) * HEAD_DIM
+            _turned(
+                q_dst, q_src, q_inside, q_inside, q_scale, cos, sin,
+                HALF, BLOCK_HALF, WIDE, INTERLEAVED, Q_SCALED, Q_INVERSE, Q_LIMIT,
             )  # fmt: skip
-    else:
+            if 2 * HALF < HEAD_DIM:
+                _as_it_is(
+                    q_dst, q_src, q_inside, q_inside, q_scale,
+                    2 * HALF, HEAD_DIM - 2 * HALF, BLOCK_REST, Q_SCALED, Q_INVERSE, Q_LIMIT,
+                )  # fmt: skip
+    if chunk >= q_chunks:
         h = ((chunk - q_chunks) * BLOCK_KV + tl.arange(0, BLOCK_KV))[:, None]
         inside = h < KV_HEADS
         slot = tl.load(slot_ptr + t).to(tl.int64)
