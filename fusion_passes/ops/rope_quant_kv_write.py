@@ -53,7 +53,7 @@ def validate(
     if rotary_dim < 2 or rotary_dim % 2 or known(rotary_dim > head_dim):
         raise ValueError(f"rotary_dim must be even and from 2 to the head size, {head_dim}, got {rotary_dim}")
     for name, x in (("cos", cos), ("sin", sin)):
-        if x.ndim != 2 or not any(known(x.shape[1] == width) for width in (rotary_dim, rotary_dim // 2)):
+        if x.ndim != 2 or all(known(x.shape[1] != width) for width in (rotary_dim, rotary_dim // 2)):
             raise ValueError(f"{name} must be [rows, {rotary_dim}] or [rows, {rotary_dim // 2}], got {list(x.shape)}")
         if x.dtype not in kv_cache.HIGH_PRECISION_DTYPES or x.dtype != cos.dtype:
             raise TypeError(
