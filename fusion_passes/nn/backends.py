@@ -244,6 +244,7 @@ class Flex(AttentionBackend):
         del q_scale, k_scale, v_scale, prob_scale, output_scale, dtype, group_size
         return flex.attention(
             *(query, cache.key, cache.value, metadata.block_table, metadata.query_start, metadata.seq_lens, sinks),
+            page_size=cache.page_size,
             scale=scale,
             window=window,
             softcap=softcap,

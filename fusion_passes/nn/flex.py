@@ -31,6 +31,7 @@ def attention(
     seq_lens: Tensor,
     sinks: Tensor | None = None,
     *,
+    page_size: int,
     scale: float,
     window: int | None = None,
     softcap: float = 0.0,
@@ -38,24 +39,33 @@ def attention(
 ) -> Tensor:
     """``ops.paged_attention`` for a cache of query's dtype in layout "NHD". Compiled, also outside of torch.compile.
 
+    page_size: the cache's, as a number that does not become a symbol.
+
     A NaN in a value that a query does not see, but that shares a block of keys with one that it sees, makes the output
     NaN: FlexAttention multiplies it by 0.
     """
-    options = scale, window, softcap
-    compute = _with(*options) if torch.compiler.is_compiling() else _compiled(*options)
+    options = page_size, scale, window, softcap
+    if torch.compiler.is_compiling():
+        compute = _with(*options)
+    else:
+        compute = _compiled(*options, (*query.shape[1:], *key_cache.shape[1:]))
     return compute(
         query, key_cache, value_cache, block_table, query_start, seq_lens, sinks, max_query_len=max_query_len
     )
 
 
-def _with(scale: float, window: int | None, softcap: float) -> Callable[..., Tensor]:
-    return functools.partial(_attention, scale=scale, window=window, softcap=softcap)
+def _with(page_size: int, scale: float, window: int | None, softcap: float) -> Callable[..., Tensor]:
+    return functools.partial(_attention, page_size=page_size, scale=scale, window=window, softcap=softcap)
 
 
 @functools.cache
-def _compiled(scale: float, window: int | None, softcap: float) -> Callable[..., Tensor]:
-    # Compiled for each: a number that differs between calls would become a symbol, which FlexAttention does not take.
-    return torch.compile(_with(scale, window, softcap), fullgraph=True)
+def _compiled(
+    page_size: int, scale: float, window: int | None, softcap: float, shape: tuple[int, ...]
+) -> Callable[..., Tensor]:
+    # One for each: a number or a size that differs between calls would become a symbol, which FlexAttention does not
+    # take.
+    del shape
+    return torch.compile(_with(page_size, scale, window, softcap), fullgraph=True)
 
 
 def _attention(
@@ -67,6 +77,7 @@ def _attention(
     seq_lens: Tensor,
     sinks: Tensor | None,
     *,
+    page_size: int,
     scale: float,
     window: int | None,
     softcap: float,
@@ -77,7 +88,7 @@ def _attention(
 
     tokens, heads, _ = query.shape
     seqs = seq_lens.shape[0]
-    pages, kv_heads, page_size, _ = key_cache.shape
+    pages, kv_heads = key_cache.shape[:2]
     if tokens == 0 or seqs == 0 or pages == 0:
         return torch.zeros_like(query, memory_format=torch.contiguous_format)
 
@@ -93,7 +104,7 @@ def _attention(
     last_block = of_seq.cumsum(0)
     first_block = last_block - of_seq
     block = torch.arange(blocks, device=query.device)
-    seq = torch.searchsorted(last_block, block, right=True)
+    seq = _count_below(last_block, block)
     used = seq < seqs
     seq = seq.clamp_max(seqs - 1)
     row = (block - first_block[seq]) * rows  # of its sequence, of the block's first token
@@ -118,6 +129,8 @@ def _attention(
     end = (position + in_block + keys - 1) // keys
     taken = torch.where(in_block > 0, (end - first).clamp(0, columns), 0)
     indices = table[seq].gather(1, (first[:, None] + column).clamp_max(columns - 1))
+
+    seq, position, in_block, place = map(_in_memory, (seq, position, in_block, place))
 
     def visible(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         del head
@@ -154,13 +167,24 @@ def _attention(
         out = out * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None]
 
     token = torch.arange(tokens, device=query.device)
-    seq = torch.searchsorted(start[1:].contiguous(), token, right=True)
-    used = seq < seqs
-    seq = seq.clamp_max(seqs - 1)
-    used = used & (seq_lens > 0)[seq]
-    row = token - start[seq]
-    block = (first_block[seq] + row // rows).clamp(0, blocks - 1)
+    of = _count_below(start[1:], token)
+    used = of < seqs
+    of = of.clamp_max(seqs - 1)
+    used = used & (seq_lens > 0)[of]
+    row = token - start[of]
+    block = (first_block[of] + row // rows).clamp(0, blocks - 1)
     return out.transpose(1, 2)[block, row % rows].masked_fill(~used[:, None, None], 0.0).to(query.dtype)
+
+
+def _count_below(ends: Tensor, x: Tensor) -> Tensor:
+    """How many of ends are not above each x. Inductor (torch 2.11) takes no view in searchsorted."""
+    return (ends <= x[:, None]).sum(1)
+
+
+def _in_memory(x: Tensor) -> Tensor:
+    """x itself, which Inductor computes into a buffer of its own. Without it Inductor (torch 2.11) computes what a mask
+    reads inside of the mask, from buffers whose layout is not settled yet, and fails."""
+    return x.as_strided(x.shape, x.stride())
 
 
 def _as_one_sequence(cache: Tensor) -> Tensor:

@@ -284,7 +284,13 @@ def check_flex(run, name, device="cpu", **shape):
     options = {k: v for k, v in options.items() if k in ("window", "softcap", "max_query_len")}
     problem = flex_problem(lengths, device=device, **shape)
     sinks = torch.linspace(-1, 2, problem[0].shape[1], device=device) if name == "sinks" else None
-    out = run(*problem, sinks, scale=0.31, **({"window": None, "softcap": 0.0, "max_query_len": None} | options))
+    out = run(
+        *problem,
+        sinks,
+        page_size=problem[1].shape[2],
+        scale=0.31,
+        **({"window": None, "softcap": 0.0, "max_query_len": None} | options),
+    )
     options.pop("max_query_len", None)
     expected = reference.paged_attention(*problem, sinks=sinks, scale=0.31, dtype=torch.float32, **options)
     assert (out.shape, out.dtype) == (expected.shape, problem[0].dtype)
