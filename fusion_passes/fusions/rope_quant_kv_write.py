@@ -43,7 +43,7 @@ from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.kv_cache import KVCacheWrite
 from fusion_passes.idioms.quantize import Quantize
 from fusion_passes.idioms.reading import is_cast, tensor_node
-from fusion_passes.idioms.rope import Rope, Table
+from fusion_passes.idioms.rope import SPLITS, Rope, Table
 from fusion_passes.measured.rope_quant_kv_write import verdict as measured_verdict
 from fusion_passes.ops.kv_cache_write import why_no_kernel
 from fusion_passes.quant import dtype_name
@@ -381,11 +381,19 @@ def _applied(x: Tensor, views: list[Node]) -> Tensor | None:
     """A fake tensor after some views; None where one of them had to copy."""
     base = x if x._base is None else x._base
     for view in views:
-        args: tuple[Any, ...] = torch.fx.node.map_arg(view.args[1:], lambda n: n.meta["val"])
-        x = view.target(x, *args, **torch.fx.node.map_arg(view.kwargs, lambda n: n.meta["val"]))  # type: ignore[operator]
+        call = _split_of(view) or view
+        args: tuple[Any, ...] = torch.fx.node.map_arg(call.args[1:], lambda n: n.meta["val"])
+        made = call.target(x, *args, **torch.fx.node.map_arg(call.kwargs, lambda n: n.meta["val"]))  # type: ignore[operator]
+        x = made if call is view else made[view.args[1]]
         if x._base is not base and x is not base:
             return None
     return x
+
+
+def _split_of(node: Node) -> Node | None:
+    """The split of which a node is one part."""
+    split = node.args[0] if node.target is operator.getitem else None
+    return split if isinstance(split, Node) and calls(split, *SPLITS) else None
 
 
 def _tables(rope: Rope, call: Call) -> tuple[Node, Node, Node | None]:
@@ -425,10 +433,10 @@ def _lookups(rope: Rope) -> tuple[_Lookup, _Lookup] | None:
 def _lookup(rope: Rope, table: Table) -> _Lookup | None:
     path: list[Node] = []
     node = table.source
-    while calls(node, *VIEWS, aten.slice.Tensor) or is_cast(node) or target_name(node) == "_operator.getitem":
-        if calls(node, *VIEWS, aten.slice.Tensor) and not calls(node, *COPIES):
+    while calls(node, *VIEWS, aten.slice.Tensor) or is_cast(node) or _split_of(node) is not None:
+        if not is_cast(node) and not calls(node, *COPIES):
             path.insert(0, node)
-        node = node.all_input_nodes[0]
+        node = (_split_of(node) or node).all_input_nodes[0]
     rows, positions = _indexed(node)
     if rows is None or positions is None or value(rows).ndim != 2:
         return None

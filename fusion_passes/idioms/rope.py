@@ -36,7 +36,7 @@ MAX_DEPTH = 24
 
 _RESHAPES = (*RESHAPES, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 _COPIES = (aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default)
-_SPLITS = (aten.split_with_sizes.default, aten.split.Tensor, aten.unbind.int)
+SPLITS = (aten.split_with_sizes.default, aten.split.Tensor, aten.unbind.int)
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,7 +283,7 @@ class _Reading:
         source: object = None
         if calls(node, aten.slice.Tensor, aten.select.int) and self._inner_dim(node, 1) is not None:
             source = node.args[0]
-        elif getattr(node.target, "__name__", "") == "getitem" and calls(node.args[0], *_SPLITS):
+        elif getattr(node.target, "__name__", "") == "getitem" and calls(node.args[0], *SPLITS):
             split = node.args[0]
             assert isinstance(split, Node)
             if is_tensor(split.all_input_nodes[0]) and self._split_dim(split) is not None:
@@ -422,7 +422,7 @@ class _Reading:
     def _nodes_of(self, x: Node) -> frozenset[Node]:
         """The nodes that compute with x; those that only prepare a table may serve others."""
         ours = {node for node, held in self.known.items() if node in self.nodes and held.holds(x)}
-        splits = {node.args[0] for node in ours if calls(node.args[0], *_SPLITS)}
+        splits = {node.args[0] for node in ours if calls(node.args[0], *SPLITS)}
         return frozenset(ours | {split for split in splits if isinstance(split, Node)})
 
     def _turned_tensor(self, products: list[list[tuple[Node, int]]]) -> Node | None:
