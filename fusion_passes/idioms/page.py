@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fusion_passes.idioms import attention, opaque, quantize
+from fusion_passes.idioms import attention, opaque, quantize, rope
 
 INTRODUCTION = """\
 # Spellings
@@ -26,6 +26,11 @@ Made from the tables `SPELLINGS` in `fusion_passes/idioms`; do not edit by hand.
 
 SECTIONS: tuple[tuple[str, str, Mapping[str, Callable[..., Any]]], ...] = (
     ("Attention", "`q [batch, heads, q_len, head_dim]`, `k` and `v` with as many heads or fewer.", attention.SPELLINGS),
+    (
+        "Rotary embedding",
+        "`x [tokens, heads, head_dim]`, `cos` and `sin` with a column for each pair of dimensions that is turned.",
+        rope.SPELLINGS,
+    ),
     ("Static per-tensor quantisation", "`x [tokens, hidden]`, `scale` with one element.", quantize.SPELLINGS),
 )
 
