@@ -1,5 +1,9 @@
 """The kernel of rope_quant_kv_write and kv_cache_write against the fp32 reference. On a card if there is one."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -189,3 +193,46 @@ def test_a_cache_of_more_than_2_to_the_31_elements():
     for token, slot in enumerate(p.slots.tolist()):
         row = caches[1][slot // 256, :, slot % 256]
         assert torch.equal(row.view(torch.uint8), want[token].view(torch.uint8))
+
+
+COMPILE = """
+import sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from fusion_passes.kernels.rope_quant_kv_write import _rope_quant_kv_write as kernel
+
+pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "cos_ptr", "sin_ptr"), "*bf16")
+pointers |= dict.fromkeys(("out_ptr", "key_cache_ptr", "value_cache_ptr"), "*fp8e4nv")
+pointers |= dict.fromkeys(("positions_ptr", "slot_ptr"), "*i64")
+pointers |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*fp32")
+constants = dict(
+    HEADS=32, KV_HEADS=8, HEAD_DIM=128, HALF=64, PAGE_SIZE=64, WIDE=False, INTERLEAVED=False, Q_SCALED=True,
+    Q_INVERSE=False, Q_LIMIT=448.0, CACHE_LIMIT=448.0, BLOCK_Q=16, BLOCK_KV=8, BLOCK_HALF=64, BLOCK_REST=64,
+    BLOCK_D=128, q_scale_ptr=None,
+)
+kinds = {
+    "write": dict(HEADS=0, HALF=0, BLOCK_HALF=1, BLOCK_REST=128, positions_ptr=None),
+    "halves": {},
+    "neighbours": dict(INTERLEAVED=True, WIDE=True, HALF=32, BLOCK_HALF=32),
+}
+for name, changes in kinds.items():
+    fixed = constants | changes
+    given = {n: "constexpr" if n in fixed else pointers.get(n, "i32") for n in kernel.arg_names}
+    given["q_scale_factor"] = "fp32"
+    whole = [i for i, n in enumerate(kernel.arg_names) if given[n] != "constexpr" and n not in ("rows", "slots")]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in whole if given[kernel.arg_names[i]] != "fp32"}
+    made = compile(ASTSource(kernel, given, fixed, attributes), target=GPUTarget("cuda", 90, 32))
+    text = made.asm["ptx"]
+    print(name, made.metadata.shared, "ld.global.v4" in text or ".v4.b32" in text, "st.local" in text)
+"""
+
+
+def test_it_compiles_for_hopper_with_wide_loads_and_without_shared_memory():
+    """Each kind of call, with what the interpreter takes and the compiler does not."""
+    environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    write, halves, neighbours = (line.split() for line in done.stdout.splitlines())
+    assert write == ["write", "0", "True", "False"]
+    assert halves == ["halves", "0", "True", "False"]
+    assert neighbours[2:] == ["True", "False"]
