@@ -67,6 +67,10 @@ class PassConfig:
     rope_quant_kv_write: Switch | None = None
     """RoPE of query and key, quantisation, and the KV cache's write: one kernel."""
 
+    in_place_writes: bool = True
+    """Reads of a KV cache, or of anything that an op writes to, come before the writes that follow them in the program,
+    where torch has moved them: else Inductor copies the cache.  Not at level O0."""
+
     profitability: Profitability = Profitability.MEASURED
     """`measured`: fuse only where it was measured to be faster; `ignore`: wherever it is legal."""
 
@@ -95,6 +99,7 @@ class PassConfig:
         parsed = {
             "level": _parse("level", Level, self.level),
             "profitability": _parse("profitability", Profitability, self.profitability),
+            "in_place_writes": _parse_bool("in_place_writes", self.in_place_writes),
             "custom_ops": _parse_custom_ops(self.custom_ops),
             "extra_fusions": tuple(self.extra_fusions),
             "debug_dir": Path(self.debug_dir) if self.debug_dir else None,
@@ -196,6 +201,14 @@ def _parse(name: str, kind: type[Any], value: object) -> Any:
     raise ValueError(f"{name}={value!r}: must be one of {choices}")
 
 
+def _parse_bool(name: str, value: object) -> bool:
+    """As `_parse` does for a switch that cannot be required."""
+    switch = _parse(name, Switch, value)
+    if switch is Switch.REQUIRED:
+        raise ValueError(f"{name}={value!r}: must be one of on, off")
+    return switch is Switch.ON
+
+
 def _parse_custom_ops(given: object) -> tuple[tuple[str, bool], ...]:
     """Sorted pairs, from a mapping, pairs, or `name=on,name=off`."""
     if isinstance(given, str):
@@ -208,10 +221,7 @@ def _parse_custom_ops(given: object) -> tuple[tuple[str, bool], ...]:
     for name, state in states.items():
         if name not in custom_ops.NAMES:
             raise ValueError(_unknown("name in custom_ops", name, set(custom_ops.NAMES)))
-        switch = _parse(f"custom_ops[{name!r}]", Switch, state)
-        if switch is Switch.REQUIRED:
-            raise ValueError(f"custom_ops[{name!r}] is on or off, not required")
-        states[name] = switch is Switch.ON
+        states[name] = _parse_bool(f"custom_ops[{name!r}]", state)
     return tuple(sorted(states.items()))
 
 

@@ -159,6 +159,11 @@ def storage_root(node: Node) -> Node:
         node = node.all_input_nodes[0]
 
 
+def is_functionalized(node: Node) -> bool:
+    """True for the wrapper around an op that writes to its arguments."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "").startswith("auto_functionalized")
+
+
 def mutated_nodes(node: Node) -> Iterator[Node]:
     """The inputs that `node` writes to.  A higher-order op has no schema; in these graphs those are functional,
     but for the ones that say "mutation" in their name, which may write to any input."""

@@ -3,7 +3,8 @@
 recognise   idioms are found and described; the graph is untouched
 fuse        each rule in order, on the graph that the rules before it have left; only a rule that applies edits the
             graph, and one that fails puts it back
-clean       the nodes that a fusion made dead are erased, the graph is linted; nothing else is touched
+clean       the nodes that a fusion made dead are erased, and reads come before the writes that follow them; the graph
+            is linted; nothing else is touched
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from fusion_passes.debug import GraphDump
 from fusion_passes.fusions import FUSIONS
 from fusion_passes.graph import place
 from fusion_passes.idioms import Idioms, NearMiss, recognize
+from fusion_passes.idioms.reading import made_by, op_name
+from fusion_passes.in_place import reads_before_writes
 from fusion_passes.report import GraphReport, Miss, Report, RequiredFusionError, Site
 from fusion_passes.rewrite import Insertion, check_side_effects, early_readers, erase_dead, move_behind, replacements
-from fusion_passes.rule import DeclinedError, Match, MatchStatus, Rule
+from fusion_passes.rule import DeclinedError, Level, Match, MatchStatus, Rule
 
 log = logging.getLogger("fusion_passes")
 """TORCH_LOGS="fusion_passes" shows what was fused, "+fusion_passes" every site."""
@@ -79,8 +82,9 @@ class PostGradPassManager(inductor.CustomGraphPass):
             misses = self._misses(idioms, sites, places)
         dump.graph("fused", graph)
         with _timed(seconds, "clean"):
+            erase_dead(taken)
+            sites += self._in_place(graph)
             if any(site.status is MatchStatus.FUSED for site in sites):
-                erase_dead(taken)
                 graph.lint()
         dump.graph("after", graph)
 
@@ -141,6 +145,15 @@ class PostGradPassManager(inductor.CustomGraphPass):
             output.replace_all_uses_with(result)
         replaced.update(new)
         return MatchStatus.FUSED, ""
+
+    def _in_place(self, graph: Graph) -> Iterator[Site]:
+        """Spare Inductor the copies that it makes for the sake of an order that nobody needs."""
+        if not self.config.in_place_writes or self.config.level is Level.O0:
+            return
+        for done in reads_before_writes(graph):
+            reads = ", ".join(sorted({op_name(made_by(read)) for read in done.reads}))
+            what = f"{op_name(done.write)} in place: {reads} of what was there before comes first"
+            yield Site("in_place_writes", MatchStatus.FUSED, "", place(done.write), what)
 
     def _misses(self, idioms: Idioms, sites: list[Site], places: set[Node]) -> tuple[Miss, ...]:
         """What nearly was a place, by the rules and, where a rule found none in this graph, by the idioms."""

@@ -17,7 +17,7 @@ LAYERS = (
     ("ops",),
     ("nn",),
     ("models",),
-    ("graph", "rule", "config", "report", "rewrite", "views", "measured"),
+    ("graph", "rule", "config", "report", "rewrite", "views", "measured", "in_place"),
     ("idioms",),
     ("fusions",),
     ("inductor", "compiled", "matcher", "debug", "manager", "registration"),

@@ -11,7 +11,18 @@ from typing import TypeVar
 import torch
 from torch.fx import Graph, Node
 
-from fusion_passes.graph import argument, aten, calls, is_noop, is_tensor, is_view, prims, same_shape, value
+from fusion_passes.graph import (
+    argument,
+    aten,
+    calls,
+    is_functionalized,
+    is_noop,
+    is_tensor,
+    is_view,
+    prims,
+    same_shape,
+    value,
+)
 from fusion_passes.idioms import Idiom, NearMiss
 
 FoundIdiom = TypeVar("FoundIdiom", bound=Idiom)
@@ -196,11 +207,6 @@ def op_call(node: Node, among: Collection[str]) -> OpCall | None:
     name = written[0] if written else ""
     partial = any(f"_{name}_{part}" in call.kwargs for part in ("size", "slice_dim"))
     return OpCall(str(schema.name), given, node, frozenset({node, call}), name, not partial)
-
-
-def is_functionalized(node: Node) -> bool:
-    """True for the wrapper around an op that writes to its arguments."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "").startswith("auto_functionalized")
 
 
 def _written_bases(call: Node, schema: torch.FunctionSchema) -> dict[str, int]:

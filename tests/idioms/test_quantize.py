@@ -238,7 +238,9 @@ def torchao_op():
         library = torch.library.Library("torchao", "FRAGMENT")
         name = "quantize_affine_float8_non_decomposed"
         library.define(f"{name}(Tensor tensor, Tensor scale, ScalarType float8_dtype=float8_e4m3fn) -> Tensor")
-        library.impl(name, lambda x, s, dtype=E4M3: (x.float() / s).clamp(-448.0, 448.0).to(dtype), "CPU")
+        library.impl(
+            name, lambda x, s, dtype=E4M3: (x.float() / s).clamp(-448.0, 448.0).to(dtype), "CompositeExplicitAutograd"
+        )
         library.impl(name, lambda x, s, dtype=E4M3: torch.empty_like(x, dtype=dtype), "Meta")
         torchao_op.library = library  # an op lives as long as its library
     return torch.ops.torchao.quantize_affine_float8_non_decomposed
