@@ -8,11 +8,15 @@ An FP8 query meets FP8 keys in the FP8 matrix unit. Its partner in the product w
 exactly: Hopper's FP8 unit takes no V with head_dim innermost, and keeps few bits of a long sum.
 """
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, scale_or_one, store_rows, to_fp8
+from fusion_passes.quant import FP8_DTYPES
 
 SEARCHED = tl.constexpr(128)  # sequences looked at in one step of the search for a block's own
 
@@ -163,7 +167,6 @@ def _paged_prefill(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
-    FP8_DOT: tl.constexpr,
 ):  # fmt: skip
     # The blocks of a sequence's last tokens have the most keys and go first.
     kv_head = tl.program_id(0) % kv_heads
@@ -195,7 +198,7 @@ def _paged_prefill(
             power = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 1e-30))))
             q = (q.to(tl.float32) / power[:, None]).to(tl.float16)
             factor = (factor * power)[:, None]
-        elif not (FP8_DOT and q.dtype == KEY):
+        elif not (q.dtype == KEY and HEAD_DIM >= 32):  # the FP8 unit takes 32 at a time
             q = q.to(tl.float16)
     else:
         q = q.to(KEY)
@@ -343,4 +346,87 @@ def _config(query: Tensor, key_cache: Tensor, q_scale: Tensor | None, seqs: int)
     return 128, 64, 8, 2
 
 
-launch = launch_portable
+QUANTISED = tl.constexpr(32)  # rows of a program of `_quantise`
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantise(out_ptr, x_ptr, scale_ptr, x_token, x_head, rows, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * QUANTISED + tl.arange(0, QUANTISED)
+    dims = tl.arange(0, HEAD_DIM)
+    own = (row < rows)[:, None]
+    x = tl.load(x_ptr + (row // HEADS * x_token + row % HEADS * x_head)[:, None] + dims[None, :], mask=own, other=0.0)
+    y = to_fp8(x.to(tl.float32) / tl.load(scale_ptr), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], y, mask=own)
+
+
+def launch(
+    out: Tensor,
+    out_scales: Tensor | None,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    prob_scale: Tensor | None,
+    output_scale: Tensor | None,
+    sinks: Tensor | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float,
+    longer_than: int = 0,
+) -> None:
+    """As `launch_portable`, by the kernel for Hopper unless `why_portable` says no.
+
+    That one multiplies FP8 with FP8, so a query to be quantised is quantised before.
+    """
+    options = {"scale": scale, "window": window, "softcap": softcap, "longer_than": longer_than}
+    scales = (q_scale, k_scale, v_scale, prob_scale, output_scale)
+    rest = (key_cache, value_cache, block_table, query_start, seq_lens, *scales, sinks)
+    tokens, heads, head_dim = query.shape
+    group_size = None if out_scales is None else heads * head_dim // out_scales.shape[1]
+    if why_portable(query, key_cache, value_cache, q_scale, scale=scale, group_size=group_size) is not None:
+        launch_portable(out, out_scales, query, *rest, **options)
+        return
+    from fusion_passes.kernels import paged_prefill_sm90
+
+    if q_scale is not None and query.dtype not in FP8_DTYPES:
+        codes = torch.empty(query.shape, dtype=key_cache.dtype, device=query.device)
+        rows = tokens * heads
+        _quantise[(triton.cdiv(rows, QUANTISED.value),)](
+            codes, query, q_scale, *query.stride()[:2], rows, HEADS=heads, HEAD_DIM=head_dim
+        )
+        query = codes
+    paged_prefill_sm90.launch(out, out_scales, query, *rest, **options)
+
+
+def why_portable(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    q_scale: Tensor | None,
+    *,
+    scale: float,
+    group_size: int | None,
+) -> str | None:
+    """Why `launch` takes the portable kernel for these tensors, or None if it takes the one for Hopper."""
+    if query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) != (9, 0):
+        return "the kernel for Hopper needs a GPU of compute capability 9.0"
+    if not _has_gluon():
+        return f"the kernel for Hopper needs Triton 3.6 or later, found {triton.__version__}"
+    from fusion_passes.kernels import paged_prefill_sm90
+
+    quantised = q_scale is not None and query.dtype not in FP8_DTYPES
+    return paged_prefill_sm90.why_unsupported(
+        query, key_cache, value_cache, quantised=quantised, scale=scale, group_size=group_size
+    )
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    """Whether this Triton has the Gluon that the kernel for Hopper is written in."""
+    return tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6)

@@ -4,13 +4,13 @@ Every cache is full of NaN where no token is, every output memory before it is w
 do not exist where no page is used.
 """
 
-import importlib
 import math
 
 import pytest
 import torch
 
 from fusion_passes import reference
+from fusion_passes.kernels import paged_prefill
 from fusion_passes.quant import FP8_DTYPES, QuantSpec, choose_scale, codes, max_value, quantize
 
 # Infinities and NaN are numbers here; NumPy, in the interpreter, warns of them.
@@ -94,19 +94,17 @@ class Problem:
 
 
 def launch(kernel, *tensors, **arguments):
-    if kernel == "hopper":
-        module = importlib.import_module("fusion_passes.kernels.paged_prefill_sm90")
-        names = ("query", "key_cache", "value_cache")
-        wanted = {name: arguments[name] for name in ("q_scale", "scale", "window", "softcap")} | dict(
-            zip(names, tensors[2:5], strict=True)
-        )
-        why = module.why_unsupported(out_scales=tensors[1], **wanted)
-        if why is not None:
-            pytest.skip(why)
-        module.launch(*tensors, **arguments)
-    else:
-        module = importlib.import_module("fusion_passes.kernels.paged_prefill")
-        module.launch_portable(*tensors, **arguments, config=None if GPU else SMALL)
+    if kernel == "portable":
+        paged_prefill.launch_portable(*tensors, **arguments, config=None if GPU else SMALL)
+        return
+    out_scales, query, key, value = tensors[1:5]
+    group_size = None if out_scales is None else query[0].numel() // out_scales.shape[1]
+    why = paged_prefill.why_portable(
+        query, key, value, arguments["q_scale"], scale=arguments["scale"], group_size=group_size
+    )
+    if why is not None:
+        pytest.skip(why)
+    paged_prefill.launch(*tensors, **arguments)
 
 
 def check(out, want, divisor=None, slack=2**-8, share=0.05, used=-2):
@@ -331,8 +329,6 @@ def test_a_cache_of_more_than_two_to_the_31_elements(kernel):
 
 @pytest.mark.gpu
 def test_lengths_make_no_other_kernel():
-    from fusion_passes.kernels import paged_prefill
-
     def compiled():
         return sum(len(cache[0]) for cache in paged_prefill._paged_prefill.device_caches.values())
 
