@@ -9,9 +9,10 @@ on the paged cache. Text goes through it as a server would send it: in chunks of
 in batches in which some sequences do one and some the other. Every logit that is scored comes from such a step.
 
 The standard errors are bootstrapped over documents: all scores of a document are drawn together. Differences between
-configurations are paired, on the same draws, and have a much smaller error than the figures themselves. Exit status 1
-if fused and unfused differ by more than `LIMIT` standard errors, or nothing was fused, so that there was nothing to
-compare.
+configurations are paired, on the same draws, and have a much smaller error than the figures themselves. Computations
+that round differently have different figures on any text, so the difference of fused and unfused has a second error:
+how much the figures move if the same model is rounded differently, seen by moving its scales. Exit status 1 if it is
+more than `LIMIT` times both errors together, or nothing was fused, so that there was nothing to compare.
 """
 
 import argparse
@@ -45,21 +46,25 @@ from fusion_passes import PassConfig, Report
 from fusion_passes.models.checkpoint import CALIBRATION_LENGTH, settle_scales
 from fusion_passes.models.llama import Config, Llama
 from fusion_passes.models.paged_llama import PagedLlama, load_hugging_face
-from fusion_passes.nn import AttentionMetadata, process_weights_after_loading
+from fusion_passes.nn import AttentionMetadata, FP8Linear, process_weights_after_loading
 
 DOCS = Path(__file__).parents[1] / "docs" / "accuracy.md"
 SEPARATOR = b"\0"
 """Between documents of the training text; part of none of them."""
 LARGEST = 1 << 17
 """Bytes taken of a document, so that a few long ones do not make up the corpus."""
-HELD_OUT = 0.1
+HELD_OUT = 0.2
 """Share of the families that is held out."""
 LINE = 24
 """Characters of a line from which on it counts as text that can be repeated."""
 REPEATED = 0.2
 """A document is left out if more of its lines than this are in the training text too."""
 LIMIT = 3.0
-"""Standard errors of the paired difference within which fused and unfused agree."""
+"""Errors of the difference within which fused and unfused agree."""
+MOVES = 4
+"""How often the figures are taken with other scales."""
+MOVE = 0.1
+"""By how much the scales become larger at most: about a step of e4m3, so that everything is rounded anew."""
 
 
 @dataclass(frozen=True)
@@ -302,11 +307,6 @@ class Estimate:
     value: float
     error: float  # standard error
 
-    @property
-    def is_zero(self) -> bool:
-        """Within `LIMIT` standard errors."""
-        return abs(self.value) <= LIMIT * self.error
-
     def text(self, digits: int, factor: float = 1.0, sign: str = "") -> str:
         return f"{self.value * factor:{sign}.{digits}f} ± {self.error * factor:.{digits}f}"
 
@@ -409,14 +409,16 @@ class Variant:
     passes: PassConfig | None = None  # eager if None
 
 
+EAGER = "FP8, FP8 cache, eager"
 UNFUSED, FUSED = "FP8, FP8 cache, compiled, unfused", "FP8, FP8 cache, compiled, all passes"
 VARIANTS = {
     "bf16, bf16 cache, eager": Variant(),
     "bf16, FP8 cache, eager": Variant(False, "fp8_e4m3"),
-    "FP8, FP8 cache, eager": Variant(True, "fp8_e4m3"),
+    EAGER: Variant(True, "fp8_e4m3"),
     UNFUSED: Variant(True, "fp8_e4m3", PassConfig(level="O0")),
     FUSED: Variant(True, "fp8_e4m3", PassConfig(profitability="ignore")),
 }
+FIGURES = ("perplexity", "accuracy")
 DENSE = "bf16, no cache, eager"
 
 
@@ -458,6 +460,44 @@ class Row:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Result:
+    """rows: the trained model without a cache, then `VARIANTS`. moved: `EAGER` with other scales."""
+
+    rows: list[Row]
+    moved: list[Scores]
+
+    def __getitem__(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+    def difference(self, row: Row) -> list[Estimate]:
+        """Perplexity and accuracy less those of the compiled model that is not fused, paired."""
+        other = self[UNFUSED].scores
+        return bootstrap(lambda w: row.scores.figures(w) - other.figures(w), len(other.count))
+
+    @property
+    def rounding(self) -> list[float]:
+        """By how much perplexity and accuracy change if everything is rounded differently: root mean square."""
+        eager = self[EAGER].scores
+        once = torch.ones_like(eager.count)
+        changes = torch.stack([scores.figures(once) - eager.figures(once) for scores in self.moved])
+        return changes.square().mean(0).sqrt().tolist()
+
+    def problems(self) -> list[str]:
+        """Why it cannot be said that fused and unfused agree; empty if it can."""
+        fused, unfused = self[FUSED], self[UNFUSED]
+        found = []
+        if not fused.fused:
+            found.append("nothing was fused, so there was nothing to compare")
+        if unfused.fused:
+            found.append(f"the unfused model has fusions: {unfused.fused}")
+        for what, estimate, rounding in zip(FIGURES, self.difference(fused), self.rounding, strict=True):
+            error = math.hypot(estimate.error, rounding)
+            if abs(estimate.value) > LIMIT * error:
+                found.append(f"{what} changes by {estimate.value:+.3g} with the fusions, its error is {error:.3g}")
+        return found
+
+
 def evaluate(
     trained: Llama,
     setup: Setup,
@@ -465,8 +505,7 @@ def evaluate(
     blocks: Sequence[Block],
     documents: int,
     log: Callable[[str], None],
-) -> list[Row]:
-    """A row for the trained model without a cache, and one for each of `VARIANTS`."""
+) -> Result:
     models = Models(trained, setup.page_size, calibration)
     dense = copy.deepcopy(trained).bfloat16()
     rows = [Row(DENSE, score_dense(dense, blocks, documents))]
@@ -486,47 +525,45 @@ def evaluate(
         backend = model.attention_layers[0].backend.name
         rows.append(Row(name, scores, backend, fused, len(report.graphs), time.perf_counter() - begin))
         log(f"{name}: {rows[-1].seconds:.0f} s, fused {fused}")
-    return rows
+    moved = [
+        score_paged(with_moved_scales(models.calibrated, seed), blocks, documents, setup.sequences)
+        for seed in range(MOVES)
+    ]
+    return Result(rows, moved)
 
 
-def difference(row: Row, other: Row) -> list[Estimate]:
-    """Perplexity and accuracy of row minus those of other, paired."""
-    return bootstrap(lambda w: row.scores.figures(w) - other.scores.figures(w), len(row.scores.count))
+def with_moved_scales(model: PagedLlama, seed: int) -> PagedLlama:
+    """A copy that runs eagerly, in which all scales of inputs, query, key and value are up to `MOVE` larger."""
+    model = copy.deepcopy(model)
+    model.compile_layers(lambda part: part)
+    generator = torch.Generator().manual_seed(seed)
+
+    def factor() -> float:
+        return 1.0 + MOVE * torch.rand((), generator=generator).item()
+
+    for module in model.modules():
+        if isinstance(module, FP8Linear):
+            module.input_scale.mul_(factor())
+    for attention in model.attention_layers:
+        scales = {"q_scale": attention._q_scale, "k_scale": attention._k_scale, "v_scale": attention._v_scale}
+        attention.set_scales(**{name: scale * factor() for name, scale in scales.items()})
+    return model
 
 
-def problems(rows: Sequence[Row]) -> list[str]:
-    """Why it cannot be said that fused and unfused agree; empty if it can."""
-    by_name = {row.name: row for row in rows}
-    fused, unfused = by_name[FUSED], by_name[UNFUSED]
-    found = []
-    if not fused.fused:
-        found.append("nothing was fused, so there was nothing to compare")
-    if unfused.fused:
-        found.append(f"the unfused model has fusions: {unfused.fused}")
-    for what, estimate in zip(("perplexity", "accuracy"), difference(fused, unfused), strict=True):
-        if not estimate.is_zero:
-            found.append(
-                f"{what} changes by {estimate.value:+.3g} with the fusions: more than {LIMIT:g} standard errors of "
-                f"{estimate.error:.3g}"
-            )
-    return found
-
-
-def table(rows: Sequence[Row]) -> str:
+def table(result: Result) -> str:
     """Markdown. Differences are to the row that is compiled and not fused, with their own errors."""
-    (unfused,) = (row for row in rows if row.name == UNFUSED)
     lines = [
         "| weights, cache, how | fused | perplexity of a byte | right, % | perplexity − unfused | right − unfused |",
         "|---|---|---|---|---|---|",
     ]
-    for row in rows:
+    for row in result.rows:
         perplexity, accuracy = bootstrap(row.scores.figures, len(row.scores.count))
         fused = "–" if row.fused is None else "**nothing**" if not row.fused and row.name == FUSED else "off"
         if row.fused:
             fused = ", ".join(f"{name} × {count}" for name, count in sorted(row.fused.items()))
         deltas = ["", ""]
-        if row is not unfused:
-            delta = difference(row, unfused)
+        if row.name != UNFUSED:
+            delta = result.difference(row)
             deltas = [delta[0].text(5, sign="+"), delta[1].text(4, 100.0, "+")]
         lines.append(
             f"| {row.name} | {fused} | {perplexity.text(4)} | {accuracy.text(2, 100.0)} | {' | '.join(deltas)} |"
@@ -534,27 +571,18 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def record(rows: Sequence[Row], about: dict[str, object]) -> dict[str, object]:
+def record(result: Result, about: Mapping[str, Any]) -> dict[str, Any]:
     """Everything, for JSON."""
-    (unfused,) = (row for row in rows if row.name == UNFUSED)
     entries = []
-    for row in rows:
-        figures = dict(
-            zip(("perplexity", "accuracy"), bootstrap(row.scores.figures, len(row.scores.count)), strict=True)
-        )
-        deltas = dict(zip(("perplexity", "accuracy"), difference(row, unfused), strict=True))
-        entries.append(
-            {
-                "name": row.name,
-                "backend": row.backend,
-                "fused": row.fused,
-                "graphs": row.graphs,
-                "seconds": round(row.seconds, 1),
-                **{name: asdict(estimate) for name, estimate in figures.items()},
-                "less_unfused": {name: asdict(estimate) for name, estimate in deltas.items()},
-            }
-        )
-    return about | {"rows": entries, "problems": problems(rows)}
+    for row in result.rows:
+        entry = {"name": row.name, "backend": row.backend, "fused": row.fused, "graphs": row.graphs}
+        entry["seconds"] = round(row.seconds, 1)
+        for name, estimate in zip(FIGURES, bootstrap(row.scores.figures, len(row.scores.count)), strict=True):
+            entry[name] = asdict(estimate)
+        entry["less_unfused"] = dict(zip(FIGURES, map(asdict, result.difference(row)), strict=True))
+        entries.append(entry)
+    rounding = dict(zip(FIGURES, result.rounding, strict=True))
+    return {**about, "rows": entries, "rounding": rounding, "problems": result.problems()}
 
 
 BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
@@ -596,7 +624,7 @@ def main(argv: list[str] | None = None) -> int:
     calibration = torch.tensor(list(stretches(text, setup.calibration)), device=device)
     # Code from a cache may not say what was fused.
     with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
-        rows = evaluate(trained, setup, calibration, chosen, documents, log)
+        result = evaluate(trained, setup, calibration, chosen, documents, log)
     about = versions(device) | {
         "setup": name,
         **asdict(setup),
@@ -609,21 +637,30 @@ def main(argv: list[str] | None = None) -> int:
         "held_out_documents": len(held_out),
         "dropped_documents": dropped,
         "scored_documents": documents,
-        "scored_bytes": int(rows[0].scores.count.sum()),
+        "scored_bytes": int(result.rows[0].scores.count.sum()),
         "scored_sha256": hashlib.sha256(SEPARATOR.join(block.tokens for block in chosen)).hexdigest(),
         "limit": LIMIT,
     }
-    page = f"{summary(about)}\n\n{table(rows)}"
+    page = f"{summary(about)}\n\n{table(result)}\n\n{verdict(result)}"
     print(page)
     if options.record:
         options.record.mkdir(parents=True, exist_ok=True)
         path = options.record / f"accuracy-{name}.json"
-        path.write_text(json.dumps(record(rows, about), indent=1) + "\n")
+        path.write_text(json.dumps(record(result, about), indent=1) + "\n")
     if options.write_docs:
         DOCS.write_text(between_markers(DOCS.read_text(), page))
-    found = problems(rows)
-    print("", "Fused and unfused agree." if not found else "Fused and unfused do not agree:", *found, sep="\n")
-    return 1 if found else 0
+    return 1 if result.problems() else 0
+
+
+def verdict(result: Result) -> str:
+    """Whether fused and unfused agree, and against which errors."""
+    found = result.problems()
+    perplexity, accuracy = result.rounding
+    return (
+        f"Rounding everything differently (scales up to {MOVE:.0%} larger, root mean square of {MOVES} draws) changes "
+        f"the perplexity by {perplexity:.5f} and what is right by {accuracy * 100:.4f} points. Against that and the "
+        f"errors above, fused and unfused {'do not agree: ' + '; '.join(found) if found else 'agree'}."
+    )
 
 
 def summary(about: Mapping[str, Any]) -> str:
