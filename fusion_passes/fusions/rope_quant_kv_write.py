@@ -291,7 +291,7 @@ def _following_views_and_casts(node: Node) -> tuple[Node, ...]:
 
 
 def _unread_quantisation(node: Node, idioms: Idioms) -> str:
-    """Why the quantisation of `node`, which is near behind it, could not be read; "" where there is none."""
+    """Why the quantisation of `node`, which is near behind it, is not known; "" where there is none."""
     reasons = {miss.node: miss.reason for miss in idioms.near_misses if miss.what == "quantize"}
     seen, work = {node}, [(node, 0)]
     while work:

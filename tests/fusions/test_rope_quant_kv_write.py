@@ -10,7 +10,7 @@ import fusion_passes
 from fusion_passes import PostGradPassManager, Report, reference
 from fusion_passes.idioms.rope import SPELLINGS
 from fusion_passes.nn import Attention, AttentionMetadata
-from fusion_passes.ops import kv_cache_write
+from fusion_passes.ops import kv_cache_write, paged_attention
 from fusion_passes.quant import codes as ordered
 from fusion_passes.quant import quantize
 from fusion_passes.testing import capture, print_graph
@@ -224,6 +224,25 @@ def test_a_reader_between_the_write_and_the_query():
         assert torch.equal(a, b)
     before, total, _, last = results[0]
     assert before == 0 != total != last
+
+
+@torch.no_grad()
+def test_a_query_that_the_attention_quantises():
+    """`query_quant` takes it out, and it becomes part of this op."""
+    q, k, v, cos, sin, slots, scale = tensors()
+    index = {"dtype": torch.int32}
+    batch = torch.tensor([[0, 1, 2, 3]], **index), torch.tensor([0, TOKENS], **index), torch.tensor([TOKENS], **index)
+
+    def fn(key_cache, value_cache):
+        rotate = SPELLINGS["halves"]
+        kv_cache_write(rotate(k, cos, sin), v, key_cache, value_cache, slots, scale, scale)
+        return paged_attention(rotate(q, cos, sin), key_cache, value_cache, *batch, scale, scale, scale, scale=0.2)
+
+    run = WithoutCode(fn)
+    run(*(torch.zeros(4, KV_HEADS, 16, HEAD_DIM).to(E4M3) for _ in range(2)))
+    assert run.report.count(rule="query_quant") == run.report.count(rule="rope_quant_kv_write") == 1
+    assert "q_scale=arg" in run.after[0]
+    assert "aten.div" not in run.after[0]
 
 
 @torch.no_grad()
