@@ -10,6 +10,7 @@ import torch
 
 from fusion_passes import reference
 from fusion_passes.kernels.paged_decode import Plan, launch, plan
+from fusion_passes.ops.paged_attention import PagedAttentionArguments, _kernels
 from fusion_passes.quant import FP8_DTYPES, QuantSpec, choose_scale, codes, quantize
 
 # Infinities and NaN are numbers here; NumPy, in the interpreter, warns of them.
@@ -193,6 +194,16 @@ def test_row_blocks(mixed, rows):
     assert config.block_m * config.row_blocks == 64
     problem = Problem(((16, 40), (2, 33), (1, 70)), heads=4, kv_heads=1, page_size=64, head_dim=128)
     check(*problem.run(config=config))
+
+
+@pytest.mark.parametrize("max_query_len", [None, 20])
+def test_long_and_short_sequences_in_one_batch(max_query_len):
+    """By two kernels, each token by one of them: more than 16 new tokens, 16, fewer, none, and padding."""
+    problem = Problem(((20, 30), (1, 37), (0, 0), (17, 17), (16, 40)))
+    batch = (problem.query, problem.key, problem.value, problem.table, problem.start, problem.lengths)
+    options = {**problem.scales, "scale": 0.31, "window": 25}
+    out = _kernels(PagedAttentionArguments(*batch, **options, max_query_len=max_query_len))
+    check(out, reference.paged_attention(*batch, **options, dtype=torch.float32))
 
 
 def test_table_outside_the_cache():
