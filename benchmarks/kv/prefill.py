@@ -144,8 +144,6 @@ def alternatives(batch: Batch) -> dict[str, Callable[[], object]]:
             return quantise(out, batch.output_scale)
         if form == "cudnn, merged":
             whole = torch.ops.aten._scaled_dot_product_cudnn_attention
-            group = HEADS // KV_HEADS
-            key, value = (x.repeat_interleave(group, 1) if WIDE_MERGE else x for x in (key, value))
             old, new = slice(0, part.context), slice(part.context, length)
             a, b = (
                 whole(query, key[:, :, part_], value[:, :, part_], None, True, 0.0, causal, False, scale=SCALE)[:2]
@@ -168,10 +166,6 @@ def alternatives(batch: Batch) -> dict[str, Callable[[], object]]:
         return [attend(form, *first), *(attend("cudnn", *other) for other in others)]
 
     return {form: lambda form=form: call(form) for form in forms}
-
-
-WIDE_MERGE = False
-"""Whether cuDNN called below SDPA needs keys and values repeated for each query head."""
 
 
 def measure(parts: tuple[Part, ...], cache_dtype: torch.dtype, milliseconds: float) -> dict[str, object]:

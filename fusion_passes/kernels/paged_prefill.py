@@ -296,7 +296,7 @@ def launch_portable(
     if tokens == 0 or seqs == 0:
         return
     group = heads // kv_heads
-    block_m, block_n, num_warps, num_stages = config or _config(query, key_cache, q_scale, seqs)
+    block_m, block_n, num_warps, num_stages = config or _config(query, key_cache, seqs)
     blocks = tokens * group // block_m + seqs
     _paged_prefill[(kv_heads * blocks,)](
         out,
@@ -342,8 +342,42 @@ def launch_portable(
     )
 
 
-def _config(query: Tensor, key_cache: Tensor, q_scale: Tensor | None, seqs: int) -> tuple[int, int, int, int]:
-    return 128, 64, 8, 2
+# (BLOCK_M, BLOCK_N, num_warps, num_stages) by head size and whether the cache is FP8, best first for long sequences.
+LONG = {
+    (64, True): [(128, 128, 8, 3)],
+    (64, False): [(128, 64, 8, 3)],
+    (128, True): [(128, 128, 8, 3)],
+    (128, False): [(128, 64, 8, 3)],
+    (256, True): [(128, 64, 8, 3)],
+    (256, False): [(128, 64, 8, 2)],
+}
+SHORT = {True: [(64, 64, 4, 3)], False: [(64, 32, 4, 3)]}  # for short ones, of any head size up to 128
+SMALLEST = [(64, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1)]
+LONGEST_SHORT = 2048  # tokens of a sequence, on average: their lengths are not known here
+
+
+def _config(query: Tensor, key_cache: Tensor, seqs: int) -> tuple[int, int, int, int]:
+    tokens, _, head_dim = query.shape
+    fp8 = key_cache.dtype in FP8_DTYPES
+    configs = LONG.get((head_dim, fp8), [])
+    if head_dim <= 128 and tokens <= LONGEST_SHORT * seqs:
+        configs = SHORT[fp8]
+    room = _shared_memory(query.device)
+    for config in (*configs, *SMALLEST):
+        block_m, block_n, _, num_stages = config
+        # The query, K and V for each stage, and both converted to 16 bits.
+        tiles = block_m * query.itemsize + 2 * block_n * (num_stages * key_cache.itemsize + 2 * fp8)
+        if tiles * head_dim <= room:
+            return config
+    return SMALLEST[-1]
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one block can have."""
+    if device.type != "cuda":
+        return 1 << 20
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 QUANTISED = tl.constexpr(32)  # rows of a program of `_quantise`
