@@ -10,20 +10,22 @@ NAMES = ("quant_fp8",)
 """What can be asked for: `nn.QuantFP8`."""
 
 
-def _nobody(name: str) -> bool | None:
-    return None
+def _nobody(name: str, lacks: str) -> bool:
+    return False
 
 
-_find_out: Callable[[str], bool | None] = _nobody
+_find_out: Callable[[str, str], bool] = _nobody
 
 
-def answer_with(find_out: Callable[[str], bool | None]) -> None:
-    """From now on ask `find_out`: True, False, or None where nothing is set."""
+def answer_with(find_out: Callable[[str, str], bool]) -> None:
+    """From now on ask `find_out`, with the arguments of `is_on`."""
     global _find_out
     _find_out = find_out
 
 
-def is_on(name: str) -> bool:
-    """Whether the opaque op of this name is asked for by the settings of the compilation that traces the caller, or,
-    uncompiled, by those that are set globally (`enable`, `enabled`).  False where nothing is set."""
-    return bool(_find_out(name))
+def is_on(name: str, lacks: str = "") -> bool:
+    """Whether to call the opaque op of this name: by the settings of the compilation that traces the caller, or,
+    uncompiled, by those that are set globally (`enable`, `enabled`).  False where nothing is set.
+
+    lacks: why the caller has no such op: then it is never on, and a warning where it is asked for."""
+    return _find_out(name, lacks)

@@ -368,7 +368,7 @@ def _worst(differences: tuple[Difference, ...]) -> str:
 
 def _plain(setting: object) -> object:
     if isinstance(setting, tuple):
-        return [rule.name for rule in setting]
+        return [getattr(item, "name", item) for item in setting]
     return None if setting is None else getattr(setting, "name", str(setting)).lower()
 
 

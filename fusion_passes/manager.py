@@ -189,10 +189,13 @@ class PostGradPassManager(inductor.CustomGraphPass):
                 log.warning("fusion_passes: %s was asked for and applied nowhere in this graph:\n  %s", rule.name, told)
 
 
-def _custom_op(name: str) -> bool | None:
-    """What the settings of the compilation that is being traced say about a layer's opaque op."""
+def _custom_op(name: str, lacks: str) -> bool:
+    """What the settings of the compilation that is being traced say about a layer's opaque op: see `custom_ops`."""
     found = [p.config for p in inductor.passes_of_compilation() if isinstance(p, PostGradPassManager)]
-    return dict(found[-1].custom_ops).get(name) if found else None
+    asked = bool(found) and dict(found[-1].custom_ops).get(name, False)
+    if asked and lacks:
+        log.warning("fusion_passes: custom_ops asks for %s, but %s: it stays plain torch", name, lacks)
+    return asked and not lacks
 
 
 # Not traced but asked, each time that a layer is traced.

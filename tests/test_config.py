@@ -39,6 +39,8 @@ def test_one_switch_per_fusion():
         ({"attention_quant": True}, "attention_quant", Switch.ON),
         ({"attention_quant": False}, "attention_quant", Switch.OFF),
         ({"profitability": "ignore"}, "profitability", Profitability.IGNORE),
+        ({"in_place_writes": "off"}, "in_place_writes", False),
+        ({"in_place_writes": True}, "in_place_writes", True),
     ],
 )
 def test_values_are_parsed(given, field, parsed):
@@ -48,10 +50,19 @@ def test_values_are_parsed(given, field, parsed):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"attention_quants": "on"}, r"did you mean 'attention_quant'\?.*known: attention_quant, debug_dir"),
+        (
+            {"attention_quants": "on"},
+            r"did you mean 'attention_quant'\?.*known: attention_quant, custom_ops, debug_dir",
+        ),
         ({"level": "O3"}, "must be one of O0, O1, O2"),
         ({"attention_quant": "maybe"}, "must be one of on, off, required"),
         ({"profitability": 1}, "must be one of measured, ignore"),
+        ({"in_place_writes": "required"}, "must be one of on, off"),
+        ({"custom_ops": {"quant_fp": True}}, r"unknown name in custom_ops 'quant_fp' \(did you mean 'quant_fp8'\?\)"),
+        ({"custom_ops": {"quant_fp8": "maybe"}}, "must be one of on, off"),
+        ({"custom_ops": {"quant_fp8": "required"}}, "must be one of on, off"),
+        ({"custom_ops": 3}, "must be a mapping such as"),
+        ({"custom_ops": "quant_fp8"}, "must be one of on, off"),
         ({"extra_fusions": (Nothing,)}, "did you forget to instantiate the class"),
         ({"extra_fusions": (Nothing(), Nothing())}, "two fusions are called 'nothing'"),
     ],
@@ -59,6 +70,21 @@ def test_values_are_parsed(given, field, parsed):
 def test_typos_are_errors_that_list_what_is_known(given, message):
     with pytest.raises(ValueError, match=message):
         PassConfig.from_dict(given)
+
+
+@pytest.mark.parametrize("given", [{"quant_fp8": True}, [("quant_fp8", "on")], "quant_fp8=on", " quant_fp8=on, "])
+def test_custom_ops_in_every_form_are_one_setting_and_part_of_the_key(given):
+    config = PassConfig(custom_ops=given)
+    assert config.custom_ops == (("quant_fp8", True),)
+    assert hash(config) == hash(PassConfig(custom_ops={"quant_fp8": True}))
+    assert config.key() != PassConfig().key() != PassConfig(custom_ops={"quant_fp8": False}).key()
+    assert "quant_fp8=on" in str(config)
+
+
+def test_custom_ops_from_the_environment():
+    assert PassConfig.from_env({"FUSION_PASSES_CUSTOM_OPS": "quant_fp8=off"}).custom_ops == (("quant_fp8", False),)
+    with pytest.raises(ValueError, match=r"in the environment.*unknown name in custom_ops 'nothing'"):
+        PassConfig.from_env({"FUSION_PASSES_CUSTOM_OPS": "nothing=on"})
 
 
 def test_an_extra_fusion_cannot_shadow_a_built_in_one():
@@ -125,7 +151,8 @@ def test_a_switch_wins_over_the_level(config, state):
 
 
 def test_every_setting_but_the_debug_dir_is_in_the_key(tmp_path):
-    changed = {"level": "O0", "attention_quant": "on", "profitability": "ignore"}
+    changed = {"level": "O0", "profitability": "ignore", "in_place_writes": False, "custom_ops": {"quant_fp8": True}}
+    changed |= dict.fromkeys(SWITCHES, "on")
     assert {f.name for f in dataclasses.fields(PassConfig)} == {*changed, "extra_fusions", "debug_dir"}
     keys = {PassConfig().key(), *(PassConfig(**{name: value}).key() for name, value in changed.items())}
     assert len(keys) == 1 + len(changed)

@@ -121,9 +121,9 @@ class QueryQuant(Rule[QueryQuantMatch]):
         """Where there is something to fuse with, and it was measured to be faster."""
         query, source = value(m.query), through_views(m.query)[0]
         m.require(query.is_cuda, f"nobody measured it on the {query.device.type.upper()}")
+        origin = target_name(source) if source.op == "call_function" else "an input of the graph"
         m.require(
-            _is_generated(source),
-            f"the query comes from {target_name(source)}, which Inductor does not fuse a quantisation into",
+            _is_generated(source), f"the query comes from {origin}, which Inductor does not fuse a quantisation into"
         )
         verdict = measured_verdict(query, inside=m.by is None)
         m.require(verdict.ratio is not None and verdict.ratio >= 1.0, verdict.why)

@@ -45,9 +45,11 @@ class QuantFP8(nn.Module):
         super().__init__()
         if form not in ("plain", "opaque", None):
             raise ValueError(f"form must be 'plain', 'opaque' or None, got {form!r}")
-        self.has_op = not spec.static or spec.granularity == "tensor"
-        if form == "opaque" and not self.has_op:
-            raise ValueError(f"static scales per {spec.granularity} have no opaque op: use form='plain'")
+        self.lacks = f"static scales per {spec.granularity} have no opaque op"
+        if not spec.static or spec.granularity == "tensor":
+            self.lacks = ""
+        if form == "opaque" and self.lacks:
+            raise ValueError(f"{self.lacks}: use form='plain'")
         if scale_upper_bound is not None and (spec.static or not scale_upper_bound > 0.0):
             raise ValueError(f"scale_upper_bound must be positive and is for dynamic scales, got {scale_upper_bound}")
         self.spec, self.form, self.scale_upper_bound = spec, form, scale_upper_bound
@@ -59,7 +61,7 @@ class QuantFP8(nn.Module):
         """
         if self.spec.static != (scale is not None):
             raise ValueError("static scales are given with the call, dynamic ones are chosen by it")
-        opaque = self.form == "opaque" or (self.form is None and self.has_op and custom_ops.is_on("quant_fp8"))
+        opaque = self.form == "opaque" or (self.form is None and custom_ops.is_on("quant_fp8", self.lacks))
         if scale is None:
             dynamic = quantize_dynamic.quantize_fp8_dynamic if opaque else quantize_dynamic.plain
             return dynamic(x, self.spec, self.scale_upper_bound)

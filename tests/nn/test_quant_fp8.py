@@ -4,7 +4,10 @@ import types
 
 import pytest
 import torch
+from torch._inductor.utils import get_code
 
+import fusion_passes
+from fusion_passes import PassConfig
 from fusion_passes.nn import QuantFP8
 from fusion_passes.nn.quant_fp8 import native_dtype
 from fusion_passes.quant import QuantSpec, choose_scale, codes, dequantize, quantize
@@ -91,3 +94,62 @@ def test_native_dtype(monkeypatch):
     assert native_dtype(E4M3, "cpu") is E4M3
     properties.gcnArchName = "gfx950"
     assert native_dtype(E4M3) is E4M3
+
+
+@pytest.mark.parametrize("spec", [QuantSpec(), QuantSpec(granularity="token", static=False)], ids=["static", "dynamic"])
+@torch.no_grad()
+def test_the_form_that_is_not_given_follows_the_settings_of_the_compilation(spec):
+    """Compiled with one after the other: no code of the first serves the second."""
+    layer, x, scale = QuantFP8(spec), torch.randn(5, 64).bfloat16(), torch.tensor(0.37) if spec.static else None
+    opaque = PassConfig(custom_ops={"quant_fp8": True})
+
+    def run(x, scale):
+        return layer(x * 2.0, scale)[0]
+
+    def calls(compiled):
+        return "ops.fusion_passes.quantize_fp8" in get_code(compiled, x, scale)[0]
+
+    assert not calls(torch.compile(run))
+    assert calls(fusion_passes.compile(run, opaque))
+    assert not calls(fusion_passes.compile(run, PassConfig(custom_ops={"quant_fp8": False})))
+    assert calls(torch.compile(run, options=fusion_passes.inductor_options(opaque)))
+    assert not calls(fusion_passes.compile(run))
+    torch.compiler.reset()
+    with fusion_passes.enabled(opaque):
+        assert calls(torch.compile(run))
+        assert not calls(fusion_passes.compile(run, PassConfig()))
+    assert not calls(torch.compile(lambda x, scale: run(x, scale) * 1))
+
+
+@pytest.mark.parametrize("form", ["plain", "opaque"])
+@torch.no_grad()
+def test_the_form_that_is_given_wins(form):
+    layer, x, scale = QuantFP8(form=form), torch.randn(5, 64).bfloat16(), torch.tensor(0.37)
+    for setting in (True, False):
+        config = PassConfig(custom_ops={"quant_fp8": setting})
+        compiled = fusion_passes.compile(lambda x, scale: layer(x * 2.0, scale)[0], config)
+        assert ("ops.fusion_passes.quantize_fp8" in get_code(compiled, x, scale)[0]) == (form == "opaque")
+        torch.compiler.reset()
+
+
+@torch.no_grad()
+def test_both_forms_that_the_settings_choose_give_the_same_codes():
+    x = torch.randn(7, 64).bfloat16()
+    for spec in (QuantSpec(granularity="group", group_size=32, static=False), QuantSpec(static=False)):
+        layer = QuantFP8(spec)
+        results = []
+        for setting in (True, False):
+            with fusion_passes.enabled(PassConfig(custom_ops={"quant_fp8": setting})):
+                results.append(layer(x))
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a.float(), b.float())
+
+
+@torch.no_grad()
+def test_without_an_op_for_its_spec_a_layer_is_plain_whatever_is_set(caplog):
+    layer = QuantFP8(QuantSpec(granularity="token"))
+    x, scale = torch.randn(5, 64).bfloat16(), torch.rand(5, 1) + 0.1
+    config = PassConfig(custom_ops={"quant_fp8": True})
+    code = get_code(fusion_passes.compile(lambda x, scale: layer(x, scale)[0], config), x, scale)[0]
+    assert "quantize_fp8" not in code
+    assert "custom_ops asks for quant_fp8, but static scales per token have no opaque op" in caplog.text
