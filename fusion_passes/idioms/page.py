@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fusion_passes.idioms import attention, opaque, quantize, rope
+from fusion_passes.idioms import attention, group_quantize, opaque, quantize, rope
 
 INTRODUCTION = """\
 # Spellings
@@ -32,6 +32,11 @@ SECTIONS: tuple[tuple[str, str, Mapping[str, Callable[..., Any]]], ...] = (
         rope.SPELLINGS,
     ),
     ("Static per-tensor quantisation", "`x [tokens, hidden]`, `scale` with one element.", quantize.SPELLINGS),
+    (
+        "Dynamic quantisation per group",
+        "`x [tokens, hidden]`; codes and scales of groups of 32.",
+        group_quantize.SPELLINGS,
+    ),
 )
 
 

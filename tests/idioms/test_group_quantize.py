@@ -1,0 +1,141 @@
+"""Dynamic FP8 quantisation per group: every spelling, and what must not pass for one."""
+
+import math
+
+import pytest
+import torch
+
+from fusion_passes.idioms import recognize
+from fusion_passes.idioms.group_quantize import SPELLINGS, GroupQuantize
+from fusion_passes.idioms.quantize import Quantize
+from fusion_passes.ops.quantize_dynamic import quantize_fp8_dynamic
+from fusion_passes.quant import QuantSpec
+from fusion_passes.testing import capture, run, same_codes
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16 = torch.bfloat16
+TINY = torch.finfo(torch.float32).tiny
+
+
+def the(graph):
+    idioms = recognize(graph)
+    assert [m.reason for m in idioms.near_misses] == []
+    (found,) = idioms.of(GroupQuantize)
+    assert not list(idioms.of(Quantize))
+    return found
+
+
+def read(fn, *args, **options):
+    (graph,) = capture(fn, *args, **options)
+    return the(graph)
+
+
+def miss(fn, *args):
+    """The one sentence why there is no such quantisation."""
+    (graph,) = capture(fn, *args)
+    idioms = recognize(graph)
+    assert list(idioms.of(GroupQuantize)) == []
+    (near_miss,) = idioms.near_misses
+    return near_miss.reason
+
+
+@pytest.fixture
+def x():
+    return torch.randn(6, 128, dtype=BF16) * 3
+
+
+MIN_SCALE = {"lower bound of the magnitude, no clamp": 1e-4 / 448.0}
+
+
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spelling(name, dtype, fp8):
+    x = torch.randn(6, 128).mul(3).to(dtype)
+    x[2, 32:64] = 0.0
+    (graph,) = capture(lambda x: SPELLINGS[name](x, fp8), x)
+    found = the(graph)
+    assert (found.dtype, found.group_size, found.max_scale) == (fp8, 32, math.inf)
+    limit = torch.finfo(fp8).max
+    least = 1e-4 / limit if name in MIN_SCALE else TINY
+    assert found.min_scale == pytest.approx(least)
+    assert found.clamp == (None if name in MIN_SCALE else (-limit, limit))
+    assert found.input.op == "placeholder"
+    codes, scales = run(graph)
+    want, want_scales = found.reference(x)
+    assert same_codes(codes, want.reshape(codes.shape), max_steps=1) < 0.01
+    torch.testing.assert_close(scales.flatten(), want_scales)
+    assert found.scales is not None
+    assert found.scales.meta["val"].shape.numel() == scales.numel()
+
+
+def test_opaque_op(x):
+    spec = QuantSpec(E4M3, "group", 32, static=False)
+    found = read(lambda x: quantize_fp8_dynamic(x, spec), x)
+    assert (found.opaque, found.group_size, found.min_scale) == ("fusion_passes.quantize_fp8_dynamic", 32, TINY)
+    assert found.scales is not None
+    assert read(lambda x: quantize_fp8_dynamic(x, spec, 0.25), x).max_scale == 0.25
+    assert read(lambda x: quantize_fp8_dynamic(x, spec)[0], x).scales is None
+    (graph,) = capture(lambda x: quantize_fp8_dynamic(x, spec)[1], x)
+    assert not list(recognize(graph).of(GroupQuantize))
+
+
+def grouped(x, scales_of, group=32):
+    groups = x.float().unflatten(-1, (-1, group))
+    scales = scales_of(groups)
+    return (groups / scales).clamp(-448.0, 448.0).to(E4M3), scales
+
+
+def largest(groups):
+    return groups.abs().amax(-1, keepdim=True)
+
+
+def test_views_of_the_codes_are_recorded(x):
+    found = read(lambda x: grouped(x.view(3, 2, 128), lambda g: (largest(g) / 448.0).clamp(min=TINY)), x)
+    assert [view.meta["val"].shape for view in found.views][-1] == (3, 2, 4, 32)
+    assert found.input.meta["val"].shape == (6, 128)
+
+
+def test_bounds_of_the_scale(x):
+    assert read(lambda x: grouped(x, lambda g: (largest(g) / 448.0).clamp(1e-9, 0.5)), x).max_scale == 0.5
+    assert read(lambda x: grouped(x, lambda g: largest(g).clamp(min=0.448) / 448.0), x).min_scale == pytest.approx(1e-3)
+    assert read(lambda x: grouped(x, lambda g: largest(g) / 448.0), x).min_scale == 0.0
+
+
+def test_dynamic_tokens(x):
+    function = SPELLINGS["scales repeated over their groups"]
+    found = read(lambda x: function(x, E4M3), x, mark_dynamic=((x, 0),))
+    assert found.group_size == 32
+
+
+NOT_READ = {
+    "powers of two": (lambda g: (largest(g) / 448.0).clamp(min=TINY).log2().ceil().exp2(), "pass through aten.exp2"),
+    "half the range": (lambda g: largest(g) / 224.0, "times 0.00446429, not divided by 448"),
+    "rounded to bf16": (lambda g: (largest(g) / 448.0).to(BF16).float(), "pass through"),
+    "of the values": (lambda g: g.amax(-1, keepdim=True) / 448.0, "the largest element, not"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_scales_that_are_another(name, x):
+    scales_of, reason = NOT_READ[name]
+    assert reason in miss(lambda x: grouped(x, scales_of), x)
+
+
+def test_what_is_no_quantisation_per_group_is_left_to_the_reader_of_static_ones(x):
+    per_tensor = "a dynamic quantisation"
+    assert per_tensor in miss(lambda x: (x / (x.abs().amax() / 448.0)).to(E4M3), x)
+    other = torch.randn(6, 4, 1)
+    reason = miss(lambda x, other: grouped(x, lambda g: other.abs().amax(-1, keepdim=True) / 448.0), x, other)
+    assert "per-group" in reason
+
+
+def test_an_order_that_is_not_kept_is_not_read(x):
+    """The scale of a group of columns belongs to other elements than those that it divides."""
+
+    def crossed(x):
+        groups = x.float().view(6, 4, 32)
+        scales = (groups.transpose(1, 2).reshape(6, 4, 32).abs().amax(-1, keepdim=True) / 448.0).clamp(min=TINY)
+        return (groups / scales).to(E4M3), scales
+
+    assert "per-group" in miss(crossed, x)
