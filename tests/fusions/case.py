@@ -28,6 +28,7 @@ class Case:
     all_symbolic: whether it fuses where every size is symbolic, as with `dynamic=True`: what a kernel must know of a
         head, no one can then prove.
     differentiable: whether gradients flow through the op that is fused.
+    effect: it writes to inputs that it does not return, which a graph captured without a card leaves out.
     strided: inputs that are not contiguous.  cuda: whether it is the same on CUDA.
     one_token_on_cuda: whether it fuses there with one token too: Inductor makes a product with one row, where it is
         spelled out, into a multiplication and a sum, which is not read as attention.
@@ -48,6 +49,7 @@ class Case:
     place: bool = False
     differentiable: bool = True
     all_symbolic: bool = True
+    effect: bool = False
     strided: bool = False
     cuda: bool = True
     one_token_on_cuda: bool = True

@@ -173,6 +173,7 @@ def case(
             "strided": (options or {}).get("strided", False),
             "scales": (-3, -2, *(() if quantize in (number, keep) else (-1,))) if scaled else (),
             "differentiable": False,
+            "effect": alone,
             **fields,
         },
     )
