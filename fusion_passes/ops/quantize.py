@@ -1,13 +1,16 @@
 """`quantize_fp8`: static per-tensor FP8 quantisation as an opaque op.
 
-Inductor does not look into it, so it never fuses it with its neighbours; the passes recognise it.  Its implementation
-is the plain one on every device: it is for graphs that must not depend on what Inductor makes of a quantisation.
+Inductor does not look into it, so it never fuses it with its neighbours; the passes recognise it.  On a card that has
+FP8 it is one kernel, elsewhere the plain form.
 """
 
 import torch
 from torch import Tensor
 
 from fusion_passes import quant
+from fusion_passes.ops.support import device_capability, triton_version
+
+SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
 _library = torch.library.Library("fusion_passes", "FRAGMENT")
 _library.define("quantize_fp8(Tensor x, Tensor scale, ScalarType dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -27,13 +30,31 @@ def _quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return quant.quantize(x, scale.reshape(()), dtype)
 
 
+def _quantize_cuda(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    _check(x, scale, dtype)
+    out = torch.empty_like(x, dtype=dtype)
+    if not has_kernel(x, dtype):
+        return out.copy_(quant.quantize(x, scale.reshape(()), dtype))
+    from fusion_passes.kernels.quantize import by_scale
+
+    by_scale(x if x.stride() == out.stride() else x.contiguous(), scale, out)
+    return out
+
+
+def has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the Triton kernels take such tensors on this machine."""
+    capability = device_capability(x.device)
+    fits = x.dtype in SOURCES and dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return fits and capability is not None and capability >= (8, 9) and triton_version() is not None
+
+
 def _fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     _check(x, scale, dtype)
     return torch.empty_like(x, dtype=dtype)
 
 
 _library.impl("quantize_fp8", _quantize, "CPU")
-_library.impl("quantize_fp8", _quantize, "CUDA")
+_library.impl("quantize_fp8", _quantize_cuda, "CUDA")
 torch.library.register_fake("fusion_passes::quantize_fp8", _fake, lib=_library)
 
 

@@ -1,13 +1,19 @@
 """`quantize_fp8_dynamic`: FP8 quantisation by scales chosen from the tensor itself, as an opaque op.
 
-Like `quantize_fp8` it is for graphs that must not depend on what Inductor makes of a quantisation: the plain form,
-behind a call that Inductor does not look into.
+Like `quantize_fp8` it is a call that Inductor does not look into.  On a card that has FP8, scales per token or group
+and the codes are one kernel, and the codes by one scale for the tensor too; elsewhere it is the plain form.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
 from fusion_passes import quant
+from fusion_passes.ops.quantize import has_kernel
+
+LARGEST_GROUP = 16384
+"""Elements that a program of the kernel holds at once."""
 
 _library = torch.library.Library("fusion_passes", "FRAGMENT")
 _library.define(
@@ -37,6 +43,31 @@ def _quantize(
     return codes.contiguous(), scale.contiguous()
 
 
+def _quantize_cuda(
+    x: Tensor,
+    *,
+    dtype: torch.dtype,
+    granularity: quant.Granularity,
+    group_size: int | None = None,
+    scale_upper_bound: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    options = {"dtype": dtype, "granularity": granularity, "group_size": group_size}
+    size = x.shape[-1] if group_size is None else group_size
+    if not has_kernel(x, dtype) or size == 0 or x.shape[-1] % size or size > LARGEST_GROUP:
+        return _quantize(x, **options, scale_upper_bound=scale_upper_bound)  # type: ignore[arg-type]
+    from fusion_passes.kernels import quantize
+
+    codes, scale = _fake(x, **options, scale_upper_bound=scale_upper_bound)  # type: ignore[arg-type]
+    if granularity == "tensor":
+        scale = quant.choose_scale(x, quant.QuantSpec(dtype, static=False))
+        scale = scale if scale_upper_bound is None else scale.clamp_max(scale_upper_bound)
+        quantize.by_scale(x.contiguous(), scale, codes)
+    else:
+        bound = math.inf if scale_upper_bound is None else scale_upper_bound
+        quantize.by_group(x.contiguous(), size, codes, scale, bound)
+    return codes, scale
+
+
 def _fake(
     x: Tensor,
     *,
@@ -52,8 +83,8 @@ def _fake(
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape, dtype=torch.float32)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("quantize_fp8_dynamic", _quantize, _device)
+_library.impl("quantize_fp8_dynamic", _quantize, "CPU")
+_library.impl("quantize_fp8_dynamic", _quantize_cuda, "CUDA")
 torch.library.register_fake("fusion_passes::quantize_fp8_dynamic", _fake, lib=_library)
 
 

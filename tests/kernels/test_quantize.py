@@ -1,0 +1,73 @@
+"""The kernels of quantize_fp8 and quantize_fp8_dynamic against the plain form, bit by bit.  On a card if there is."""
+
+import math
+
+import pytest
+import torch
+
+from fusion_passes.kernels import quantize as kernels
+from fusion_passes.nn import QuantFP8
+from fusion_passes.quant import QuantSpec, choose_scale, quantize
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+HARD = (0.0, -0.0, 1e-8, 448.0, 1e30, -1e30, math.inf, -math.inf, math.nan)
+
+
+def hard(*shape, dtype=torch.bfloat16, values=HARD):
+    x = torch.randn(shape, device=DEVICE) * 30
+    x.view(-1)[: len(values)] = torch.tensor(values, device=DEVICE)[: x.numel()]
+    return x.to(dtype)
+
+
+def same(a, b):
+    assert torch.equal(a.isnan(), b.isnan())
+    assert torch.equal(a.float().nan_to_num(), b.float().nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", [(7, 96), (1, 9), (3, 5, 1024), (0, 8)])
+def test_by_a_scale(shape, fp8, dtype):
+    x, scale = hard(*shape, dtype=dtype), torch.tensor([0.0371], device=DEVICE)
+    out = torch.full_like(x, math.nan, dtype=fp8)
+    kernels.by_scale(x, scale, out)
+    same(out, quantize(x, scale.reshape(()), fp8))
+
+
+@pytest.mark.parametrize("bound", [math.inf, 0.05])
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+@pytest.mark.parametrize(("shape", "size"), [((7, 96), 32), ((5, 96), 96), ((3, 2, 256), 128), ((1, 2048), 2048)])
+def test_by_group(shape, size, fp8, bound):
+    """A NaN or an infinity spreads in its group alone; a group of zeros has the smallest scale."""
+    x = hard(*shape)
+    x[..., -1, :size] = 0.0
+    out = torch.full_like(x, math.nan, dtype=fp8)
+    scales = x.new_full((*shape[:-1], shape[-1] // size), math.nan, dtype=torch.float32)
+    kernels.by_group(x, size, out, scales, bound)
+    want = choose_scale(x, QuantSpec(fp8, "group", size, static=False)).clamp_max(bound)
+    same(scales, want)
+    same(out, quantize(x, want, fp8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+@torch.no_grad()
+def test_the_opaque_form_is_the_plain_one_on_the_card(fp8):
+    """Contiguous, transposed, and a slice; each granularity."""
+    tensors = (hard(37, 256), hard(256, 37).t(), hard(37, 512)[:, 128:384])
+    for x in tensors:
+        scale = torch.tensor(0.0371, device="cuda")
+        opaque, plain = (QuantFP8(QuantSpec(fp8), form=form)(x, scale)[0] for form in ("opaque", "plain"))
+        assert opaque.stride() == torch.empty_like(x, dtype=fp8).stride()
+        same(opaque, plain)
+        for granularity, size in (("tensor", None), ("token", None), ("group", 64)):
+            spec = QuantSpec(fp8, granularity, size, static=False)
+            finite = x.nan_to_num(0.0, 9.0, -9.0).clamp(-90.0, 90.0)
+            for bound in (None, 0.05):
+                forms = (QuantFP8(spec, form=form, scale_upper_bound=bound)(finite) for form in ("opaque", "plain"))
+                (codes, scales), (want, want_scales) = forms
+                same(scales, want_scales)
+                same(codes, want)
