@@ -5,7 +5,7 @@
 All layers, random weights, one new token for each sequence, the whole step in one CUDA graph.  Variants:
 
     opaque    the query's quantisation is one kernel in an opaque op, the keys' and values' another with the cache's
-              write; stock torch.compile: what serving engines do
+              write; no passes: what serving engines do
     exposed   the query is quantised in plain torch, as nn.Attention does, so that Inductor fuses it with RoPE
     measured  and the passes, where a committed measurement says that they are faster
     ignore    and the passes, wherever they are legal
@@ -19,7 +19,7 @@ import functools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from fusion_passes import PassConfig, Report
 from fusion_passes.models.llama import PRESETS
 from fusion_passes.models.paged_llama import PagedLlama, randomize
 from fusion_passes.nn import Attention, AttentionMetadata
-from fusion_passes.quant import quantize
+from fusion_passes.ops.quantize import quantize_fp8
 
 torch._inductor.config.force_disable_caches = True
 torch._dynamo.config.recompile_limit = 1000  # every variant and batch compiles the same functions
@@ -49,23 +49,6 @@ VARIANTS: dict[str, tuple[bool, PassConfig]] = {  # whether the query's quantisa
 }
 
 
-@functools.cache
-def quantize_kernel() -> Callable[[Tensor, Tensor], Tensor]:
-    """The quantisation as one kernel, the one that Inductor makes of it alone."""
-    return torch.compile(quantize, dynamic=False)
-
-
-@torch.library.custom_op("fusion_passes_benchmarks::quantize", mutates_args=())
-def quantize_opaque(x: Tensor, scale: Tensor) -> Tensor:
-    """e4m3fn codes in an op that the compiler does not look into."""
-    return quantize_kernel()(x, scale)
-
-
-@quantize_opaque.register_fake
-def _(x: Tensor, scale: Tensor) -> Tensor:
-    return torch.empty_like(x, dtype=torch.float8_e4m3fn)
-
-
 class Switched(Attention):
     """Attention whose query is quantised in an opaque op if `opaque` says so."""
 
@@ -73,7 +56,7 @@ class Switched(Attention):
 
     def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.opaque:
-            query = quantize_opaque(query, self._q_scale)
+            query = quantize_fp8(query, self._q_scale, self.cache_dtype)
         return super().forward(query, *args, **kwargs)
 
 
