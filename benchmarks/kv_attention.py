@@ -14,7 +14,7 @@ import torch
 import torch._inductor.config
 from common import write
 
-SECTIONS = ("decode", "prefill", "rope_write")
+SECTIONS = ("decode", "prefill", "rope_write", "quantisation")
 
 # A graph from a cache would not say which fusions it has.
 torch._inductor.config.force_disable_caches = True

@@ -33,8 +33,8 @@ class Verdict:
 
 @functools.cache
 def records(fusion: str) -> tuple[dict[str, Any], ...]:
-    """The records of one fusion."""
-    return tuple(json.loads(path.read_text()) for path in sorted(FOLDER.glob(f"{fusion}-*.json")))
+    """The records of one fusion, or of one section of a benchmark."""
+    return tuple(json.loads(path.read_text()) for path in sorted(FOLDER.glob(f"{fusion}*.json")))
 
 
 def judge(measurements: list[Measurement], length: int | None, what: str, card: str) -> Verdict:

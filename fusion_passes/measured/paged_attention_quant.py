@@ -23,13 +23,13 @@ def verdict(output: Tensor, key_cache: Tensor, granularity: str) -> Verdict:
     card = name or f"a card of compute capability {'.'.join(map(str, capability))}"
     fp8_cache = key_cache.dtype.itemsize == 1
     found = []
-    for record in records("paged_attention_quant"):
+    for record in records("kv_attention-quantisation"):
         if record["card"] != name and (name is not None or record["capability"] != capability):
             continue
         for row in record["rows"]:
             shape = row["shape"]
             alike = (shape["heads"], shape["head_dim"], shape["fp8_cache"]) == (heads, head_dim, fp8_cache)
-            if alike and granularity in row["ratio"]:
+            if row["kind"] == "output" and alike and granularity in row["ratio"]:
                 found.append(Measurement(shape["tokens"], row["ratio"][granularity]))
     cache = "an FP8 cache" if fp8_cache else "a cache that is not FP8"
     what = f"attention of {heads} heads of {head_dim} over {cache} with FP8 output, scales per {granularity},"

@@ -17,12 +17,12 @@ def verdict(query: Tensor, *, inside: bool) -> Verdict:
     card = name or f"a card of compute capability {'.'.join(map(str, capability))}"
     kind = "inside" if inside else "opaque"
     found = []
-    for record in records("query_quant"):
+    for record in records("kv_attention-quantisation"):
         if record["card"] != name and (name is not None or record["capability"] != capability):
             continue
         for row in record["rows"]:
             shape = row["shape"]
-            if (shape["heads"], shape["head_dim"]) == (heads, head_dim) and kind in row["ratio"]:
+            if (row["kind"], shape["heads"], shape["head_dim"]) == ("query", heads, head_dim):
                 found.append(Measurement(shape["tokens"], row["ratio"][kind]))
     where = "by the attention op" if inside else "by an op"
     what = f"a query of {heads} heads of {head_dim} that is quantised {where}, in plain torch instead,"
