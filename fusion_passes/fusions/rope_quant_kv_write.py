@@ -403,8 +403,7 @@ def _tables(rope: Rope, call: Call) -> tuple[Node, Node, Node | None]:
         if value(positions).ndim != 1:
             positions = call(aten.reshape.default, positions, [-1])
         rows = [
-            _columns(at.table, at.start, table.width, call)
-            for at, table in zip(lookups, (rope.cos, rope.sin), strict=True)
+            _columns(at.table, at.start, table, call) for at, table in zip(lookups, (rope.cos, rope.sin), strict=True)
         ]
         return rows[0], rows[1], positions
     rows = []
@@ -414,14 +413,18 @@ def _tables(rope: Rope, call: Call) -> tuple[Node, Node, Node | None]:
         if order != list(range(value(node).ndim)):
             node = call(aten.permute.default, node, order)
         node = call(aten.reshape.default, node, [-1, fixed(value(node).shape[-1])])
-        rows.append(_columns(node, table.start, table.width, call))
+        rows.append(_columns(node, table.start, table, call))
     return rows[0], rows[1], None
 
 
-def _columns(node: Node, start: int, width: int, call: Call) -> Node:
-    if start == 0 and value(node).shape[1] == width:
+def _columns(node: Node, start: int, table: Table, call: Call) -> Node:
+    """The columns of [rows, columns] from `start` on, of complex numbers as of pairs of columns."""
+    if value(node).is_complex():
+        pairs = call(aten.view_as_real.default, node)
+        node = call(aten.reshape.default, pairs, [-1, 2 * (fixed(value(node).shape[1]) or 0)])
+    if start == 0 and table.step == 1 and known(value(node).shape[1] == table.width):
         return node
-    return call(aten.slice.Tensor, node, 1, start, start + width)
+    return call(aten.slice.Tensor, node, 1, start, start + table.width * table.step, table.step)
 
 
 def _lookups(rope: Rope) -> tuple[_Lookup, _Lookup] | None:
@@ -456,6 +459,8 @@ def _lookup(rope: Rope, table: Table) -> _Lookup | None:
         if not known(flat.shape[0] == 1) and not known(flat.stride(0) == value(rows).shape[1]):
             return None
         start = fixed(flat.storage_offset())
+        if start is not None and looked_up.is_complex():
+            start = 2 * start
     return None if start is None else _Lookup(rows, positions, start + table.start)
 
 

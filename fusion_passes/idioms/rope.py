@@ -43,17 +43,25 @@ SPLITS = (aten.split_with_sizes.default, aten.split.Tensor, aten.unbind.int)
 class Table:
     """Cosines or sines: some columns of a tensor that has one row for all heads of a token.
 
-    source: [..., columns] with the rank of x and one element where x has its heads.
-    start, width: the columns: `rotary_dim`, one for each dimension, or half of that, one for each pair.
+    source: [..., columns] with the rank of x and one element where x has its heads; a complex one counts as having
+        the real and the imaginary part of each number in two columns, side by side.
+    start, width, step: the columns: `rotary_dim`, one for each dimension, or half of that, one for each pair; the
+        distance between two of them is step.
     """
 
     source: Node
     start: int
     width: int
+    step: int = 1
+
+    def of(self, source: Tensor) -> Tensor:
+        """The columns, from the value of the source."""
+        x = torch.view_as_real(source).flatten(-2) if source.is_complex() else source
+        return x[..., self.start : self.start + self.width * self.step : self.step]
 
     def same(self, other: Table) -> bool:
         """True where both hold the same numbers: the same columns of one tensor, or of two computed alike."""
-        columns = (self.start, self.width) == (other.start, other.width)
+        columns = (self.start, self.width, self.step) == (other.start, other.width, other.step)
         return columns and _computed_alike(self.source, other.source)
 
 
@@ -79,8 +87,9 @@ class Rope(Idiom):
 
     def reference(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """What it computes, in fp32, from the values of x and of the tables' sources."""
-        cos, sin = (t[..., at.start : at.start + at.width] for t, at in ((cos, self.cos), (sin, self.sin)))
-        return reference.rope(x, cos, sin, rotary_dim=self.rotary_dim, interleaved=self.interleaved)
+        return reference.rope(
+            x, self.cos.of(cos), self.sin.of(sin), rotary_dim=self.rotary_dim, interleaved=self.interleaved
+        )
 
 
 def _computed_alike(a: object, b: object, depth: int = 0) -> bool:
@@ -128,7 +137,8 @@ def _read(node: Node) -> Rope | None:
 
 
 def _may_be(node: Node) -> bool:
-    """A quick look: a sum of two products, a `cat` of sums or differences of products, or a reshape of that."""
+    """A quick look: a sum of two products, a `cat` of sums or differences of products, or a reshape of that or of
+    complex numbers."""
     if not is_high_precision(node) or value(node).ndim < 3:
         return False
     if calls(node, aten.add.Tensor):
@@ -137,7 +147,7 @@ def _may_be(node: Node) -> bool:
         return False
     parts = node.all_input_nodes
     if calls(node, *RESHAPES):
-        return calls(parts[0], aten.cat.default) and _may_be(parts[0])
+        return calls(parts[0], aten.view_as_real.default) or (calls(parts[0], aten.cat.default) and _may_be(parts[0]))
     return len(parts) <= 4 and any(
         calls(_below_casts(x, *_RESHAPES, *_COPIES), aten.sub.Tensor, aten.add.Tensor, aten.cat.default) for x in parts
     )
@@ -221,7 +231,10 @@ class _Reading:
         """What is cut into halves or pairs is x, or a table; the walk goes no further."""
         if depth > MAX_DEPTH or node in self.ends:
             return
-        if self._picked(node) is not None:
+        turned = _turned_pairs(node)
+        if turned is not None:
+            node = turned[1].all_input_nodes[0]
+        if turned is not None or self._picked(node) is not None:
             while (step := self._picked(node) or self._inner_view(node)) is not None or is_exact_cast(node):
                 node = step if step is not None else node.all_input_nodes[0]
             # One tensor may be computed twice: for each half, behind a write to what it is a view of.
@@ -317,6 +330,9 @@ class _Reading:
         def read(x: Node) -> _Sum:
             return self._sum(x, depth + 1)
 
+        if (turned := _turned_pairs(node)) is not None:
+            _, pairs, by = turned
+            return _complex_product(read(pairs.all_input_nodes[0]), by, self._inner(node))
         if is_cast(node):
             return read(node.all_input_nodes[0])
         if (source := self._inner_view(node)) is not None:
@@ -423,7 +439,8 @@ class _Reading:
         """The nodes that compute with x; those that only prepare a table may serve others."""
         ours = {node for node, held in self.known.items() if node in self.nodes and held.holds(x)}
         splits = {node.args[0] for node in ours if calls(node.args[0], *SPLITS)}
-        return frozenset(ours | {split for split in splits if isinstance(split, Node)})
+        complex_steps = {step for node in ours for step in (_turned_pairs(node) or ())[:2]}
+        return frozenset(ours | complex_steps | {split for split in splits if isinstance(split, Node)})
 
     def _turned_tensor(self, products: list[list[tuple[Node, int]]]) -> Node | None:
         """The factor that all products have in common and that has a number for each head."""
@@ -441,8 +458,9 @@ class _Reading:
         if columns == list(range(start, start + width)):
             return Table(leaf, start, width)
         half = width // 2
-        if columns == [start + (i // 2 if interleaved else i % half) for i in range(width)]:
-            return Table(leaf, start, half)
+        for step in (1, 2):
+            if columns == [start + step * (i // 2 if interleaved else i % half) for i in range(width)]:
+                return Table(leaf, start, half, step)
         raise Unread(self.root, f"the columns of {name} are not in the order of the dimensions of x")
 
 
@@ -450,6 +468,33 @@ def _apart(factors: list[tuple[Node, int]], x: Node) -> tuple[int, tuple[Node, i
     """(the dimension of x, the column of the table) of a product."""
     first, second = factors
     return (first[1], second) if first[0] is x else (second[1], first)
+
+
+def _turned_pairs(node: Node) -> tuple[Node, Node, Node] | None:
+    """(product, pairs, factors) where `node` is `view_as_real(view_as_complex(pairs) * factors)`."""
+    product = node.args[0] if calls(node, aten.view_as_real.default) else None
+    if isinstance(product, Node) and calls(product, aten.mul.Tensor):
+        for pairs, by in (product.args[:2], product.args[1::-1]):
+            if calls(pairs, aten.view_as_complex.default) and isinstance(pairs, Node) and isinstance(by, Node):
+                return (product, pairs, by) if is_tensor(by) and value(by).ndim == value(product).ndim else None
+    return None
+
+
+def _complex_product(pairs: _Sum, by: Node, inner: tuple[int, ...]) -> _Sum:
+    """Pairs [half, 2] times complex numbers [half], whose parts count as the columns 2 i and 2 i + 1."""
+    if pairs.inner != inner or len(inner) != 2 or fixed(value(by).shape[-1]) != inner[0]:
+        raise _Other
+    lanes = range(2 * inner[0])
+    others = pairs.at([i ^ 1 for i in lanes], inner)
+    terms = []
+    for held, part, sign in ((pairs, 0, 1.0), (others, 1, -1.0)):
+        for term in held.terms:
+            if len(term.factors) > 1:
+                raise _Other
+            factors = (*term.factors, (by, [i - i % 2 + part for i in lanes]))
+            coefficients = [c * (sign if i % 2 == 0 else 1.0) for i, c in zip(lanes, term.coefficients, strict=True)]
+            terms.append(_Term(coefficients, factors))
+    return _Sum(inner, tuple(terms))
 
 
 def _is_looked_up(node: Node) -> bool:
@@ -586,6 +631,12 @@ def _neighbours_of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1).reshape(x.shape).to(x.dtype)
 
 
+def _complex_numbers(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turns = torch.complex(cos.float(), sin.float())[:, None]
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+
+
 def _rotate_every_two(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.repeat_interleave(2, -1)[:, None], sin.repeat_interleave(2, -1)[:, None]
     turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
@@ -620,6 +671,7 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "halves in fp32": _halves_in_fp32,
     "neighbours": _neighbours,
     "neighbours as pairs": _neighbours_of_pairs,
+    "neighbours as complex numbers": _complex_numbers,
     "rotate_every_two": _rotate_every_two,
     "the first dimensions": _first_dimensions,
     "the first dimensions, in halves": _first_dimensions_in_halves,

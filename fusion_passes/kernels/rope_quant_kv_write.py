@@ -39,13 +39,13 @@ def _as_it_is(
 @triton.jit
 def _turned(
     dst, src, loaded, stored, scale, cos, sin,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr, INTERLEAVED: tl.constexpr,
     SCALED: tl.constexpr, INVERSE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """The first 2 * HALF dimensions of each head, turned and quantised.
 
     dst, src: pointers [heads, 1] to a head each, with the masks loaded and stored. cos, sin: pointers to the token's
-    row. WIDE: it has a number for each dimension.
+    row. WIDE: it has a number for each dimension. STEP: from one number to the next.
     """
     d = tl.arange(0, BLOCK)[None, :]
     heads: tl.constexpr = src.shape[0]
@@ -58,13 +58,13 @@ def _turned(
         x1 = tl.load(src + d, mask=loaded & inside)
         x2 = tl.load(src + HALF + d, mask=loaded & inside)
     if WIDE and INTERLEAVED:
-        cos1, cos2 = tl.split(tl.reshape(tl.load(cos + both, mask=both < 2 * HALF), [1, BLOCK, 2]))
-        sin1, sin2 = tl.split(tl.reshape(tl.load(sin + both, mask=both < 2 * HALF), [1, BLOCK, 2]))
+        cos1, cos2 = tl.split(tl.reshape(tl.load(cos + both * STEP, mask=both < 2 * HALF), [1, BLOCK, 2]))
+        sin1, sin2 = tl.split(tl.reshape(tl.load(sin + both * STEP, mask=both < 2 * HALF), [1, BLOCK, 2]))
     else:
-        cos1 = tl.load(cos + d, mask=inside)
-        sin1 = tl.load(sin + d, mask=inside)
-        cos2 = tl.load(cos + HALF + d, mask=inside) if WIDE else cos1
-        sin2 = tl.load(sin + HALF + d, mask=inside) if WIDE else sin1
+        cos1 = tl.load(cos + d * STEP, mask=inside)
+        sin1 = tl.load(sin + d * STEP, mask=inside)
+        cos2 = tl.load(cos + (HALF + d) * STEP, mask=inside) if WIDE else cos1
+        sin2 = tl.load(sin + (HALF + d) * STEP, mask=inside) if WIDE else sin1
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     cos1, cos2 = cos1.to(tl.float32), cos2.to(tl.float32)
     sin1, sin2 = sin1.to(tl.float32), sin2.to(tl.float32)
@@ -109,6 +109,7 @@ def _rope_quant_kv_write(
     HALF: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WIDE: tl.constexpr,
+    STEP: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     Q_SCALED: tl.constexpr,
     Q_INVERSE: tl.constexpr,
@@ -145,7 +146,7 @@ def _rope_quant_kv_write(
             q_dst = out_ptr + (t * HEADS + q_head) * HEAD_DIM
             _turned(
                 q_dst, q_src, q_inside, q_inside, q_scale, cos, sin,
-                HALF, BLOCK_HALF, WIDE, INTERLEAVED, Q_SCALED, Q_INVERSE, Q_LIMIT,
+                HALF, BLOCK_HALF, WIDE, STEP, INTERLEAVED, Q_SCALED, Q_INVERSE, Q_LIMIT,
             )  # fmt: skip
             if 2 * HALF < HEAD_DIM:
                 _as_it_is(
@@ -168,7 +169,7 @@ def _rope_quant_kv_write(
         if HALF > 0:
             _turned(
                 k_dst, k_src, inside, stored, k_scale, cos, sin,
-                HALF, BLOCK_HALF, WIDE, INTERLEAVED, k_scale_ptr is not None, False, CACHE_LIMIT,
+                HALF, BLOCK_HALF, WIDE, STEP, INTERLEAVED, k_scale_ptr is not None, False, CACHE_LIMIT,
             )  # fmt: skip
         if 2 * HALF < HEAD_DIM:
             _as_it_is(
@@ -263,7 +264,8 @@ def _launch(
     if tokens == 0:
         return
     query, key, value = _rows(query), _rows(key), _rows(value)
-    cos, sin = _rows(cos), _rows(sin)
+    if cos.stride(-1) != sin.stride(-1):
+        cos, sin = cos.contiguous(), sin.contiguous()
     block_q, block_kv, num_warps = config or _config(tokens, heads, kv_heads, head_dim)
     half = rotary_dim // 2
     programs = tokens * (triton.cdiv(heads, block_q) + triton.cdiv(kv_heads, block_kv))
@@ -297,6 +299,7 @@ def _launch(
         HALF=half,
         PAGE_SIZE=max(page_size, 1),
         WIDE=rotary_dim > 0 and cos.shape[1] == rotary_dim,
+        STEP=cos.stride(-1) if rotary_dim > 0 else 1,
         INTERLEAVED=interleaved,
         Q_SCALED=out.dtype in FP8_DTYPES and (q_scale is not None or q_scale_factor != 1.0),
         Q_INVERSE=q_scale_inverse,

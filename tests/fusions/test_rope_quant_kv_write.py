@@ -129,6 +129,33 @@ def test_tables_are_read_where_they_lie(rotate):
     assert ("positions=None" in after) == (not looked_up)
 
 
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex operators")
+@pytest.mark.parametrize("looked_up", [False, True])
+@torch.no_grad()
+def test_complex_numbers(looked_up):
+    """Inductor runs these op by op; a table of them is read as it lies, two columns for each number."""
+    q, k, v, cos, sin, slots, scale = tensors()
+    turns, positions = torch.complex(cos, sin), torch.randperm(TOKENS)
+
+    def rotate(x, turns):
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns[:, None]).flatten(-2)
+
+    def fn(key_cache, value_cache):
+        by = turns[positions] if looked_up else turns
+        kv_cache_write(rotate(k, by), v, key_cache, value_cache, slots, scale, scale)
+        return quantize(rotate(q, by), scale), key_cache.float()
+
+    results = []
+    for config in (STOCK, FUSE):
+        run = WithoutCode(fn, config)
+        results.append(run(*(torch.zeros(4, KV_HEADS, 16, HEAD_DIM).to(E4M3) for _ in range(2))))
+    assert run.fused == 1
+    assert "aten.index" not in run.after[0]
+    assert "aten.mul" not in run.after[0]
+    for a, b in zip(*results, strict=True):
+        assert (a.float() != b.float()).float().mean() < 5e-3
+
+
 @torch.no_grad()
 def test_layers_with_other_angles_are_not_mixed_up():
     """Local and global layers in turn: each query goes with the key of its layer."""

@@ -10,6 +10,8 @@ from fusion_passes.testing import capture, run
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS, HEADS, HEAD_DIM = 6, 3, 32
 
+pytestmark = pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex operators")
+
 
 def inputs(name, dtype, tokens=TOKENS, heads=HEADS):
     """x as a slice of a projection, and unlike angles, so that no two columns are the same."""

@@ -27,8 +27,8 @@ class Problem:
 
     def __init__(
         self, tokens=5, heads=6, kv_heads=2, head_dim=32, rotary_dim=None, *, source=BF16, cache=E4M3, out=None,
-        interleaved=False, wide=False, table=False, cos_dtype=FP32, page_size=16, layout="HND", scaled=True,
-        factor=1.0, inverse=False,
+        interleaved=False, wide=False, paired=False, table=False, cos_dtype=FP32, page_size=16, layout="HND",
+        scaled=True, factor=1.0, inverse=False,
     ):  # fmt: skip
         self.rotary_dim = rotary_dim or head_dim
         packed = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device=DEVICE).to(source)
@@ -37,6 +37,9 @@ class Problem:
         rows, width = (11 if table else tokens), self.rotary_dim if wide else self.rotary_dim // 2
         # Side by side, as in a table of cos and sin; not of one angle, so that a swap of halves shows.
         self.cos, self.sin = torch.rand(rows, 2 * width, device=DEVICE).sub(0.5).to(cos_dtype).split(width, -1)
+        if paired:  # the two parts of complex numbers
+            turns = torch.stack((self.cos, self.sin), -1).flatten(-2)
+            self.cos, self.sin = turns[:, ::2], turns[:, 1::2]
         self.positions = torch.arange(tokens, device=DEVICE).mul(7).remainder(rows) - 1 if table else None
         halves = PagedKVCache(5, page_size, kv_heads, head_dim, cache, layout=layout, device=DEVICE)
         self.caches = halves.key, halves.value
@@ -101,6 +104,8 @@ def check(got, want):
         {},
         {"layout": "NHD", "cos_dtype": BF16, "wide": True},
         {"interleaved": True},
+        {"interleaved": True, "paired": True, "table": True},
+        {"paired": True, "wide": True},
         {"interleaved": True, "wide": True, "source": FP16},
         {"rotary_dim": 16, "table": True, "source": FP32},
         {"rotary_dim": 24, "head_dim": 40, "interleaved": True, "page_size": 12},
@@ -206,7 +211,7 @@ pointers |= dict.fromkeys(("out_ptr", "key_cache_ptr", "value_cache_ptr"), "*fp8
 pointers |= dict.fromkeys(("positions_ptr", "slot_ptr"), "*i64")
 pointers |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*fp32")
 constants = dict(
-    HEADS=32, KV_HEADS=8, HEAD_DIM=128, HALF=64, PAGE_SIZE=64, WIDE=False, INTERLEAVED=False, Q_SCALED=True,
+    HEADS=32, KV_HEADS=8, HEAD_DIM=128, HALF=64, PAGE_SIZE=64, WIDE=False, STEP=1, INTERLEAVED=False, Q_SCALED=True,
     Q_INVERSE=False, Q_LIMIT=448.0, CACHE_LIMIT=448.0, BLOCK_Q=16, BLOCK_KV=8, BLOCK_HALF=64, BLOCK_REST=64,
     BLOCK_D=128, q_scale_ptr=None,
 )
