@@ -15,6 +15,7 @@ variant and batch, with Inductor's caches off.  Weights are far larger than the 
 """
 
 import argparse
+import dataclasses
 import functools
 import statistics
 import time
@@ -60,12 +61,13 @@ class Switched(Attention):
         return super().forward(query, *args, **kwargs)
 
 
-def build(preset: str, tokens: int, device: str) -> PagedLlama:
-    """Random weights, and a cache for so many tokens with random codes in it."""
-    model = PagedLlama(PRESETS[preset], fp8=True, block_size=PAGE, attention=Switched, device=device)
+def build(preset: str, batch: int, context: int, device: str) -> PagedLlama:
+    """Random weights, and a cache for so many sequences with random codes in it."""
+    config = dataclasses.replace(PRESETS[preset], context=context)
+    model = PagedLlama(config, fp8=True, block_size=PAGE, attention=Switched, device=device)
     model.eval().requires_grad_(False)
     randomize(model)
-    model.allocate_cache(-(-tokens // PAGE))
+    model.allocate_cache(batch * -(-context // PAGE))
     for layer in model.attention_layers:
         for cache in (layer.kv_cache.key, layer.kv_cache.value):
             cache.view(torch.uint8).random_(0, 256).bitwise_and_(0xBF)  # magnitudes below 2, no NaN
@@ -187,7 +189,7 @@ def main() -> None:
         parser.error(f"ratios are to {BASELINE!r}: name it among the variants")
     torch.manual_seed(0)
     started = time.monotonic()
-    model = build(arguments.preset, max(arguments.batches) * -(-max(arguments.contexts) // PAGE) * PAGE, "cuda")
+    model = build(arguments.preset, max(arguments.batches), max(arguments.contexts), "cuda")
     backend = model.attention_layers[0].backend.name
     print(f"{arguments.preset}, attention by {backend}, built in {time.monotonic() - started:.1f} s", flush=True)
     rows: list[dict[str, object]] = []

@@ -27,7 +27,7 @@ def decode():
 
 @torch.no_grad()
 def test_opaque_and_exposed_are_the_same_model(decode):
-    model = decode.build("tiny", 1024, "cpu")
+    model = decode.build("tiny", 3, 300, "cpu")
     tokens, positions, metadata = decode.batch_of(model, 3, 300)
     assert metadata.seq_lens.tolist() == [300] * 3
     assert len(set(metadata.block_table.flatten().tolist())) == 15
@@ -43,7 +43,7 @@ def test_opaque_and_exposed_are_the_same_model(decode):
 
 
 def test_variants_differ_as_said(decode):
-    model = decode.build("tiny", 64, "cpu")
+    model = decode.build("tiny", 1, 64, "cpu")
     opaque = {}
     for variant in decode.VARIANTS:
         decode.prepare(model, variant, Report())
