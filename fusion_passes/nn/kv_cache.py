@@ -73,7 +73,8 @@ class AttentionMetadata:
         query = torch.tensor([*query_lens, *padding])
         length = torch.tensor([*seq_lens, *padding])
         start = torch.cat([torch.zeros(1, dtype=torch.int64), query.cumsum(0)])
-        seq = torch.repeat_interleave(torch.arange(seqs), query)
+        # Not by repeat_interleave, which wakes all threads of a CPU for a few numbers: milliseconds on a busy one.
+        seq = torch.tensor([s for s, count in enumerate(query_lens) for _ in range(count)], dtype=torch.int64)
         position = torch.arange(total) - start[seq] + (length - query)[seq]
         page = block_table.cpu()[seq, position // page_size].long()
         slots = torch.full((tokens,), -1, dtype=torch.int64)
