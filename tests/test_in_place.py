@@ -77,6 +77,24 @@ def with_quantised_output(x, key, value, metadata, scale):
     return quantize(step(x, key, value, metadata, scale).flatten(1), scale, E4M3)
 
 
+def with_rope(x, cos, sin, key, value, metadata, scale):
+    """One op rotates, quantises and writes."""
+    query, new_key, new_value = rotated(x, cos, sin), rotated(heads(x)[0], cos, sin), heads(x)[1]
+    query = quantize(query, scale, E4M3)
+    kv_cache_write(new_key, new_value, key, value, metadata.slot_mapping, scale, scale)
+    batch = (metadata.block_table, metadata.query_start, metadata.seq_lens)
+    return paged_attention(query, key, value, *batch, scale, scale, scale, scale=0.1, dtype=torch.bfloat16)
+
+
+def rotated(x, cos, sin):
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def angles():
+    return (torch.rand(4, 1, HEAD_DIM // 2).bfloat16() for _ in range(2))
+
+
 def read_before_the_write(x, key, value, metadata, scale):
     old = attend(x, key, value, metadata, scale)
     return step(x + old, key, value, metadata, scale, keys=heads(x))
@@ -103,6 +121,7 @@ PROGRAMS = {
     "one tensor for all layers": lambda: (one_tensor_for_all_layers, inputs(cache(3, 2))),
     "one cache for two layers": lambda: (one_cache_for_two_layers, inputs(cache(), cache())),
     "heads last": lambda: (heads_last, inputs(cache(heads_last=True), cache(heads_last=True))),
+    "with RoPE": lambda: (with_rope, inputs(*angles(), cache(), cache())),
     "with a quantised output": lambda: (with_quantised_output, inputs(cache(), cache())),
 }
 REORDERED = {
@@ -115,7 +134,8 @@ REORDERED = {
 def copies(device, fn, tensors, config):
     """How many buffers of the size of a cache the generated code allocates."""
     code = CODE[device](fn, *tensors, config=config)
-    assert "fusion_passes.kv_cache_write" in code
+    written_by = "rope_quant_kv_write" if config is FUSE and fn is with_rope else "kv_cache_write"
+    assert code.count(f"torch.ops.fusion_passes.{written_by}") > 0
     return sum(size >= CACHE for size in allocations(code))
 
 
