@@ -143,9 +143,10 @@ def _attention(
         del batch, head, q, kv
         return softcap * torch.tanh(score / softcap)
 
+    # The kernel counts with the strides of the two dimensions of size 1, which Inductor would set to 0.
     mask = BlockMask.from_kv_blocks(
-        taken.int()[:, None, None],
-        indices.int()[:, None, None],
+        taken.int().as_strided((blocks, 1, 1), (1, 1, 1)),
+        indices.int().as_strided((blocks, 1, 1, columns), (columns, columns, columns, 1)),
         BLOCK_SIZE=(QUERY_BLOCK, keys),
         mask_mod=visible,
         seq_lengths=(rows, pages * page_size),
