@@ -55,12 +55,13 @@ class Shape:
 
 TOKENS = (1, 8, 64, 256, 2048, 8192)
 MAIN = tuple(Shape(tokens) for tokens in TOKENS)
+SPREAD = (1, 64, 2048, 32768)
 OTHERS = (
-    *(Shape(tokens, quantized=False) for tokens in TOKENS),
-    *(Shape(tokens, head_dim=64, quantized=quantized) for quantized in (True, False) for tokens in TOKENS),
-    *(Shape(tokens, 64, 8) for tokens in (1, 256, 8192)),
-    *(Shape(tokens, 8, 1) for tokens in (1, 256, 8192)),
-    *(Shape(tokens, 16, 4, 256, quantized) for quantized in (True, False) for tokens in TOKENS),
+    Shape(32768),
+    *(Shape(tokens, quantized=False) for tokens in SPREAD),
+    *(Shape(tokens, head_dim=64, quantized=quantized) for quantized in (True, False) for tokens in SPREAD),
+    *(Shape(tokens, 16, 4, 256, quantized) for quantized in (True, False) for tokens in SPREAD),
+    *(Shape(tokens, heads, kv_heads) for heads, kv_heads in ((64, 8), (8, 1)) for tokens in (1, 8192)),
 )
 
 

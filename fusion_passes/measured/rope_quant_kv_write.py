@@ -20,7 +20,7 @@ def verdict(query: Tensor, *, tokens: int, quantized: bool) -> Verdict:
     head_dim = query.shape[-1]
     found = [
         Measurement(row["shape"]["tokens"], row["ratio"]["fused"])
-        for record in records("rope_quant_kv_write")
+        for record in records("kv_attention-rope_write")
         if record["card"] == name or (name is None and record["capability"] == capability)
         for row in record["rows"]
         if row["shape"]["head_dim"] == head_dim and row["shape"]["quantized"] == quantized

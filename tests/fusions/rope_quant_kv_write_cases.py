@@ -52,6 +52,7 @@ def inputs(
         halves = PagedKVCache(pages, 16, kv_heads, head_dim, cache, layout=layout, device=device)
         for held in (halves.key, halves.value):
             held.copy_(torch.randn(held.shape, device=device).to(cache))
+            torch._dynamo.mark_static_address(held, guard=False)  # as buffers are: CUDA graphs may write to it
         slots = torch.randperm(pages * 16, device=device)[:tokens]
         slots[2::3] = -1
         scales = (torch.full(shape, x, device=device) for x in (K_SCALE, V_SCALE, Q_SCALE))
