@@ -59,3 +59,20 @@ def test_attention_quant_on_an_h200(shape, causal, pays, monkeypatch):
     q = FakeTensor(mode, torch.empty(shape, dtype=torch.bfloat16, device="meta"), torch.device("cuda:0"))
     verdict = attention_quant.verdict(AttentionQuantArguments(q, q, q, is_causal=causal))
     assert (verdict.ratio is not None and verdict.ratio >= 1.0) == pays, verdict.why
+
+
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "quantized", "pays"),
+    [(1, 128, True, True), (100, 128, True, True), (8192, 128, True, True), (10**6, 128, True, False),
+     (100, 96, True, False)],
+)  # fmt: skip
+def test_rope_quant_kv_write_on_an_h200(tokens, head_dim, quantized, pays, monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    from fusion_passes.measured import rope_quant_kv_write
+
+    monkeypatch.setattr(rope_quant_kv_write, "device_capability", lambda device: (9, 0))
+    meta = torch.empty(tokens, 32, head_dim, dtype=torch.bfloat16, device="meta")
+    query = FakeTensor(FakeTensorMode(), meta, torch.device("cuda:0"))
+    verdict = rope_quant_kv_write.verdict(query, tokens=tokens, quantized=quantized)
+    assert (verdict.ratio is not None and verdict.ratio >= 1.0) == pays, verdict.why
