@@ -112,8 +112,7 @@ def layer(shape: Shape, quantize_query: Callable[[Tensor, Tensor], Tensor], plai
         if plain:
             page, offset = slots // PAGE_SIZE, slots % PAGE_SIZE
             for x, cache, scale in ((k, key_cache, k_scale), (v, value_cache, v_scale)):
-                codes = quantize(x, scale, E4M3).view(torch.uint8)
-                cache.view(torch.uint8).transpose(1, 2)[page, offset] = codes
+                cache[page, :, offset] = quantize(x, scale, E4M3)  # in place: Inductor copies no cache for this
         else:
             kv_cache_write(k, v, key_cache, value_cache, slots, k_scale, v_scale)
         return quantize_query(rope(q, cos, sin), q_scale)
