@@ -1,5 +1,6 @@
 """Static FP8 quantisation: every spelling in every dtype, and what must not pass for one."""
 
+import functools
 import importlib
 import math
 
@@ -13,6 +14,7 @@ from fusion_passes.testing import capture, capture_cuda, run, same_codes
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = torch.bfloat16
+LIBRARIES: list[torch.library.Library] = []
 
 
 def the(graph):
@@ -230,6 +232,7 @@ def test_own_opaque_op(x, scale):
     assert same_codes(quantize_fp8(x, scale), quantize.reference(x, scale)) == 0
 
 
+@functools.cache
 def torchao_op():
     """torchao's opaque quantisation; where it is not installed, an op of the same name and schema."""
     try:
@@ -242,7 +245,7 @@ def torchao_op():
             name, lambda x, s, dtype=E4M3: (x.float() / s).clamp(-448.0, 448.0).to(dtype), "CompositeExplicitAutograd"
         )
         library.impl(name, lambda x, s, dtype=E4M3: torch.empty_like(x, dtype=dtype), "Meta")
-        torchao_op.library = library  # an op lives as long as its library
+        LIBRARIES.append(library)  # an op lives as long as its library
     return torch.ops.torchao.quantize_affine_float8_non_decomposed
 
 
