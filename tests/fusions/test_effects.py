@@ -243,7 +243,7 @@ def kernels(code):
 
 
 CODE_CASES = (
-    *("causal", "packed", "tokens x hidden", "contiguous", "codes made contiguous", "permuted"),
+    *("causal", "packed", "tokens x hidden", "contiguous", "codes made contiguous", "permuted", "halves"),
     *("paged: tokens x hidden", "groups: codes alone"),
 )
 
