@@ -18,6 +18,7 @@ Call = Callable[[], object]
 
 def capture(functions: Sequence[Call], calls: int) -> torch.cuda.CUDAGraph:
     """A graph of so many calls, of each function in turn."""
+    torch.cuda.synchronize()  # another stream does not wait for what makes the inputs
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for function in functions:
