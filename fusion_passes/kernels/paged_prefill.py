@@ -336,7 +336,6 @@ def launch_portable(
         WINDOW=window is not None,
         SOFTCAP=softcap > 0.0,
         GROUP_SIZE=0 if out_scales is None else heads * head_dim // out_scales.shape[1],
-        FP8_DOT=head_dim >= 32,  # the least depth of an FP8 product
         num_warps=num_warps,
         num_stages=num_stages,
     )
