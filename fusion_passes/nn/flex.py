@@ -114,7 +114,8 @@ def _attention(
     by_block = query[token.clamp(0, tokens - 1)].transpose(1, 2)  # [blocks, heads, rows, head_dim]
 
     # Blocks of keys: pages, or parts of them.
-    keys = math.gcd(page_size, KEY_BLOCK)
+    keys = math.gcd(page_size, KEY_BLOCK)  # a power of two
+    bits = keys.bit_length() - 1
     parts = page_size // keys
     total = pages * parts
     part = torch.arange(parts, device=query.device)
@@ -134,8 +135,8 @@ def _attention(
 
     def visible(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         del head
-        at, where = position[batch] + q, place[seq[batch], kv // keys]
-        key = where * keys + kv % keys
+        at, where = position[batch] + q, place[seq[batch], kv >> bits]
+        key = (where << bits) + (kv & (keys - 1))
         seen = (where >= 0) & (key <= at) & (q < in_block[batch])
         return seen if window is None else seen & (key > at - window)
 
