@@ -8,6 +8,7 @@
 Up to 256 tokens each is a sequence's next one; more are sequences of 1024 new ones. `matches` counts what was fused.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
@@ -52,7 +53,7 @@ class Shape:
         return f"{self.tokens} tokens, {self.heads}/{self.kv_heads} heads of {self.head_dim}, {cache} cache"
 
 
-TOKENS = (8, 64, 256, 2048, 8192, 1)
+TOKENS = (8, 64, 256, 1, 2048, 8192)
 MAIN = tuple(Shape(tokens) for tokens in TOKENS)
 OTHERS = (
     *(Shape(tokens, 64, 8) for tokens in TOKENS),
@@ -155,27 +156,25 @@ class Compiled:
         }
 
 
-def programs(kind: str, decodes: bool) -> Programs:
+def programs(kind: str, shape: Shape) -> Programs:
     """By name, with the inputs that they take."""
-    max_query_len = 1 if decodes else None
+    max_query_len = 1 if shape.decodes else None
     if kind == "query":
         return {name: (query(name == "opaque", max_query_len), "query") for name in ("opaque", "inside")}
-    return {name: (output(name == "group", max_query_len), "output") for name in ("tensor", "group")}
+    names = ("tensor", "group") if shape.head_dim % 128 == 0 else ("tensor",)
+    return {name: (output(name == "group", max_query_len), "output") for name in names}
 
 
 def measured(shapes: tuple[Shape, ...]) -> Iterator[dict[str, object]]:
     """Shapes that differ in the number of tokens alone share the compiled programs."""
     compiled: dict[tuple[object, ...], Compiled] = {}
-    for shape in shapes:
-        for kind in ("query", "output"):
-            if kind == "query" and not shape.fp8_cache:
-                continue
-            key = (kind, shape.heads, shape.kv_heads, shape.head_dim, shape.fp8_cache, shape.decodes)
-            if key not in compiled:
-                compiled[key] = Compiled(programs(kind, shape.decodes))
-            if kind == "output" and shape.head_dim % 128:
-                compiled[key].inputs.pop("group", None)
-            yield compiled[key].row(shape, kind)
+    for kind, shape in itertools.product(("query", "output"), shapes):
+        if kind == "query" and not shape.fp8_cache:
+            continue
+        key = (kind, shape.heads, shape.kv_heads, shape.head_dim, shape.fp8_cache, shape.decodes)
+        if key not in compiled:
+            compiled[key] = Compiled(programs(kind, shape))
+        yield compiled[key].row(shape, kind)
 
 
 def run(quick: bool) -> list[dict[str, object]]:
