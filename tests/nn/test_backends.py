@@ -231,6 +231,7 @@ FLEX = {
     "soft cap": (MIXED, {"softcap": 0.9}),
     "sinks": (MIXED, {"sinks": True}),
     "decode": (((1, 37), (1, 20), (0, 0), (1, 1)), {"max_query_len": 1}),
+    "decode, two heads in a group": (((1, 37), (1, 20), (0, 0), (1, 1)), {"max_query_len": 1, "heads": 4}),
     "few tokens each": (((3, 37), (1, 20), (0, 0), (2, 2)), {"max_query_len": 3, "window": 19}),
     "static": (LONG, {"page_size": 384}),
     "fp16, no GQA": (MIXED, {"dtype": FP16, "heads": 2}),
