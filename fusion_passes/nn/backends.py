@@ -49,6 +49,7 @@ class AttentionBackend:
     ignores_hidden_values: ClassVar[bool] = True
     """Slots that a query does not see may hold anything. False: finite numbers only, NaN there may spread."""
     head_dims: ClassVar[tuple[int, ...] | None] = None
+    min_head_dim: ClassVar[int] = 1
     page_sizes: ClassVar[tuple[int, ...] | None] = None
     """Of paged caches. Those of static caches, multiples of 128, all backends take."""
     layouts: ClassVar[tuple[Layout, ...]] = ("HND", "NHD")
@@ -80,6 +81,8 @@ class AttentionBackend:
             for what, value, supported in table
             if supported is not None and value is not None and value not in supported
         ]
+        if request.head_dim < cls.min_head_dim:
+            reasons.append(f"head size {request.head_dim} is below {cls.min_head_dim}")
         flags = (
             ("quantised queries", request.quantize_query, cls.supports_quant_query_input),
             ("quantised probabilities", request.quantize_probs, cls.supports_quant_probs),
@@ -217,6 +220,7 @@ class Flex(AttentionBackend):
     supports_softcap = True
     supports_sinks = True
     ignores_hidden_values = False
+    min_head_dim = 16
     page_sizes = (16, 32, 64, 128, 256)
     layouts = ("NHD",)  # of which the pages in a row are one long sequence
     max_cache_elements = 2**31 - 1  # its kernels count in int32

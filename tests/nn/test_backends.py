@@ -33,7 +33,7 @@ def matrix():
         "query, key, value": lambda b: dtypes(b.dtypes),
         "cache": lambda b: dtypes(b.cache_dtypes),
         "layout": lambda b: listed(b.layouts),
-        "head size": lambda b: listed(b.head_dims),
+        "head size": lambda b: listed(b.head_dims) if b.min_head_dim == 1 else f"from {b.min_head_dim} on",
         "page size": lambda b: listed(b.page_sizes),
         "elements of the keys": lambda b: (
             "any number" if b.max_cache_elements is None else f"up to {b.max_cache_elements}"
@@ -153,13 +153,14 @@ def test_a_backend_says_what_it_cannot_do(monkeypatch):
         ({"kv_cache_dtype": "fp8_e4m3", "quantize_query": True}, "it has no quantised queries"),
         ({"block_size": 48}, "page size 48 is not among 16, 32, 64, 128, 256"),
         ({"device": "cpu"}, "device cpu is not among cuda"),
+        ({"head_dim": 8}, "head size 8 is below 16"),
         ({"dtype": torch.float32}, "dtype torch.float32 is not among"),
     ],
     ids=str,
 )
 def test_flex_declines(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        Attention(4, 2, 96, backend="flex", **({"dtype": BF16} | options))
+        Attention(**({"num_heads": 4, "num_kv_heads": 2, "head_dim": 96, "backend": "flex", "dtype": BF16} | options))
 
 
 def test_a_cache_that_the_backend_cannot_read():
