@@ -43,11 +43,15 @@ def errors(log: str) -> int | None:
     return len(re.findall(r"^=+ Invalid|^=+ Misaligned", log, re.MULTILINE)) if "COMPUTE-SANITIZER" in log else None
 
 
-def collect(tests: Sequence[str], keep: str) -> list[str]:
-    """The ids of the GPU tests."""
+def collect(tests: Sequence[str], keep: str, each: int) -> list[str]:
+    """The ids of the GPU tests; of one with many parameters so many of them, evenly spread."""
     command = [sys.executable, "-m", "pytest", *tests, "-m", "gpu and not slow", "-k", keep, "--collect-only", "-q"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if "::" in line]
+    cases: dict[str, list[str]] = {}
+    for line in listed.splitlines():
+        if "::" in line:
+            cases.setdefault(line.split("[")[0], []).append(line)
+    return [ids[i] for ids in cases.values() for i in sorted({k * len(ids) // each for k in range(each)})]
 
 
 def run(sanitizer: str, tests: Sequence[str], processes: int, seconds: float) -> dict[str, object]:
@@ -85,7 +89,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="*", default=TESTS, help="files or folders")
     parser.add_argument("--keep", default=LEFT_OUT, help="pytest's -k")
-    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--each", type=int, default=6, help="of the parameters of one test")
+    parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--record", type=Path, metavar="DIR", help="write DIR/sanitizer-<card>.json")
     arguments = parser.parse_args()
@@ -93,7 +98,7 @@ def main() -> int:
     if sanitizer is None:
         parser.error("no compute-sanitizer here: it comes with the CUDA toolkit")
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
-    tests = collect(arguments.tests, arguments.keep)
+    tests = collect(arguments.tests, arguments.keep, arguments.each)
     start = time.monotonic()
     result = run(sanitizer, tests, arguments.processes, arguments.minutes * 60)
 
@@ -108,7 +113,7 @@ def main() -> int:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "sanitizer": version.strip().splitlines()[-1],
         "options": " ".join(OPTIONS),
-        "selected": f"{' '.join(arguments.tests)} -m 'gpu and not slow' -k '{arguments.keep}'",
+        "selected": f"{' '.join(arguments.tests)} -m 'gpu and not slow' -k '{arguments.keep}', {arguments.each} of each test",
         "seconds": round(time.monotonic() - start),
         **result,
     }

@@ -27,6 +27,11 @@ def test_logs():
 
 
 def test_selection():
-    ids = sanitize.collect(("tests/ops/test_kv_cache_write.py",), sanitize.LEFT_OUT)
-    assert ids
-    assert all("cuda" in each for each in ids)
+    file = ("tests/ops/test_kv_cache_write.py",)
+    every, some = (sanitize.collect(file, sanitize.LEFT_OUT, each) for each in (1000, 3))
+    assert all("cuda" in each for each in every)
+    assert len(every) > len(some)
+    assert set(some) < set(every)
+    for test in {each.split("[")[0] for each in every}:
+        counts = [sum(x.split("[")[0] == test for x in ids) for ids in (every, some)]
+        assert counts[1] == min(3, counts[0])
