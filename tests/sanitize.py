@@ -113,7 +113,8 @@ def main() -> int:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "sanitizer": version.strip().splitlines()[-1],
         "options": " ".join(OPTIONS),
-        "selected": f"{' '.join(arguments.tests)} -m 'gpu and not slow' -k '{arguments.keep}', {arguments.each} of each test",
+        "selected": f"{' '.join(arguments.tests)} -m 'gpu and not slow' -k '{arguments.keep}'",
+        "cases_of_each_test": arguments.each,
         "seconds": round(time.monotonic() - start),
         **result,
     }
