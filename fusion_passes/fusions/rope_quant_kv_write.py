@@ -3,7 +3,8 @@
     rope(query) → saturate(x / scale).to(fp8)        rope(key), value → kv_cache_write
     becomes   fusion_passes::rope_quant_kv_write, which writes the caches in place as kv_cache_write does
 
-The query's quantisation may be missing: then the rotated query leaves as it does in the graph.
+The query's quantisation may be missing: then the rotated query leaves as it does in the graph.  Key and value may be
+quantised by the write, or before it.
 
 Saves what Inductor's kernel for the query and the key's way to memory and back cost beside it: one kernel reads the
 projection once and writes the codes where they belong.
@@ -37,6 +38,7 @@ from fusion_passes.graph import (
     same_layout,
     same_shape,
     target_name,
+    through_views,
     value,
 )
 from fusion_passes.idioms import Idioms, NearMiss
@@ -57,16 +59,35 @@ QUANTISED_WITHIN = 8
 """Steps behind the rotated query in which a quantisation that could not be read is looked for."""
 
 
+@dataclass(frozen=True)
+class _Written:
+    """A key or value on its way to the write: from `source`, by views and casts (`path`), with a quantisation among
+    them, or none."""
+
+    source: Node
+    path: tuple[Node, ...]
+    quantize: Quantize | None
+
+    @property
+    def nodes(self) -> frozenset[Node]:
+        return frozenset(self.path) | (frozenset() if self.quantize is None else self.quantize.nodes)
+
+    def scale(self, of_write: Node | None) -> Node | None:
+        return of_write if self.quantize is None else self.quantize.scale
+
+
 @dataclass(frozen=True, eq=False)
 class RopeWriteMatch(Match):
-    """`tail` are the views and casts between the rotated query and its quantisation, or behind it where there is none;
-    `views` lead from the rotated query to the match's output, through and behind the quantisation."""
+    """quantize: of the query, and views that lead from the rotated query to the match's output, through and behind
+    it.  key, value: what goes into the write, before their own quantisations if they have some."""
 
     query: Rope
-    key: Rope
-    key_path: tuple[Node, ...]
     quantize: Quantize | None
     views: tuple[Node, ...]
+    key: _Written
+    rope: Rope
+    """Of the key."""
+    value: _Written
     write: KVCacheWrite
     unread: str = ""
     """Why a quantisation of the query could not be read."""
@@ -102,10 +123,11 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             rope, path = _behind_rope(quantize.input, idioms)
             if rope is not None:
                 quantized.setdefault(rope.output, []).append((quantize, path))
-        writes = [(write, *_behind_rope(write.key, idioms)) for write in idioms.of(KVCacheWrite)]
-        keys = [key for _, key, _ in writes]
-        queries = [rope for rope in idioms.of(Rope) if rope not in keys]
-        for write, key, path in writes:
+        writes = [(write, _written(write.key, idioms)) for write in idioms.of(KVCacheWrite)]
+        of_keys = {key.source for _, key in writes}
+        queries = [rope for rope in idioms.of(Rope) if rope.output not in of_keys]
+        for write, written in writes:
+            key = idioms.at(written.source, Rope)
             if key is None:
                 continue
             at = order[write.output]
@@ -114,29 +136,36 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             if query is None:
                 continue
             queries.remove(query)
-            yield _match(query, key, path, write, quantized.get(query.output, []), idioms)
+            yield _match(query, quantized.get(query.output, []), write, written, key, idioms)
 
     def legality(self, m: RopeWriteMatch) -> None:
         """The op must be able to say it, and its kernel to take it: see the sentences."""
         m.require(not m.unread, f"the query's quantisation is not read: {m.unread}")
-        query, key, val = value(m.query.x), value(m.key.x), value(m.write.value)
+        query, key, val = value(m.query.x), value(m.rope.x), value(m.value.source)
+        cache = value(m.write.caches[0])
         if m.quantize is not None:
             check_static(m, m.quantize, query, OUTPUT_DTYPES)
+        for name, quantize in (("key", m.key.quantize), ("value", m.value.quantize)):
+            if quantize is not None:
+                check_static(m, quantize, key, (cache.dtype,))
+                m.require(
+                    quantize.scale_factor == 1.0 and not quantize.inverse,
+                    f"the {name} is multiplied by a scale, or divided by a multiple of one: the op divides by it",
+                )
         m.require(
             query.dtype == key.dtype == val.dtype,
             f"query, key and value are {dtype_name(query.dtype)}, {dtype_name(key.dtype)} and {dtype_name(val.dtype)} "
             "before they are rotated",
         )
-        cache = value(m.write.caches[0])
         m.require(
             cache.dtype.itemsize == 1 or key.dtype == cache.dtype,
             f"keys of {dtype_name(key.dtype)} do not go into a cache of {dtype_name(cache.dtype)}",
         )
-        for name, rope in (("query", m.query), ("key", m.key)):
+        for name, rope in (("query", m.query), ("key", m.rope)):
             m.require(_head(rope) is not None, f"cos and sin have no row for each token of the {name}")
             m.require(None not in _heads_and_size(rope), f"the number of heads of the {name} is not known")
         tokens = value(m.write.key).shape[0]
-        for name, rope in (("query", m.query), ("key", m.key)):
+        for name, rope in (("query", m.query), ("key", m.rope)):
             sizes = _token_sizes(rope)
             count = 1
             for size in sizes:
@@ -146,10 +175,10 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             _target_sizes(m.query) is not None, "the tokens of the query are in several dimensions of unknown size"
         )
         m.require(
-            _is_token_major(m.key, m.key_path, value(m.write.key)),
+            _is_token_major(m.rope, m.key.path, value(m.write.key)),
             "the key's tokens and heads are put into another order between its rotation and the write",
         )
-        m.require(known(val.shape[-1] == key.shape[-1]), "keys and values differ in their head size")
+        m.require(known(value(m.write.value).shape[-1] == key.shape[-1]), "keys and values differ in their head size")
         why = why_no_kernel(key, cache, m.quantize.dtype if m.quantize else value(m.output).dtype)
         m.require(not key.is_cuda or why is None, str(why))
 
@@ -163,22 +192,22 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
     def replacement(self, m: RopeWriteMatch, call: Call) -> tuple[Node, ...]:
         """The op, functional as the write was; the query in the graph's layout; the caches."""
         q = m.quantize
-        cos, sin, positions = _tables(m.key, call)
+        cos, sin, positions = _tables(m.rope, call)
         fused = call(
             m.write.wrapper,
             torch.ops.fusion_passes.rope_quant_kv_write.default,
             query=_token_major(m.query, call),
-            key=_token_major(m.key, call),
-            value=m.write.value,
+            key=_token_major(m.rope, call),
+            value=replay((node for node in m.value.path if calls(node, *VIEWS)), m.value.source, call),
             cos=cos,
             sin=sin,
             positions=positions,
             slot_mapping=m.write.slot_mapping,
             q_scale=None if q is None else q.scale,
-            k_scale=m.write.k_scale,
-            v_scale=m.write.v_scale,
-            rotary_dim=m.key.rotary_dim,
-            interleaved=m.key.interleaved,
+            k_scale=m.key.scale(m.write.k_scale),
+            v_scale=m.value.scale(m.write.v_scale),
+            rotary_dim=m.rope.rotary_dim,
+            interleaved=m.rope.interleaved,
             q_scale_factor=1.0 if q is None else q.scale_factor,
             q_scale_inverse=q is not None and q.inverse,
             dtype=value(m.output).dtype,
@@ -194,9 +223,9 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
         """Where the key of a write comes from instead, or what its query lacks."""
         ropes = list(idioms.of(Rope))
         for write in idioms.of(KVCacheWrite):
-            key, path = _behind_rope(write.key, idioms)
+            source = _written(write.key, idioms).source
+            key = idioms.at(source, Rope)
             if key is None:
-                source = write.key if not path else path[0]
                 reason = f"the key comes from {target_name(source)}, not from a rotary embedding that is read"
             elif not any(_same_tables(query, key) for query in ropes if query is not key):
                 reason = "no query is rotated by the same cos and sin as the key"
@@ -206,8 +235,8 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
 
     def describe(self, m: RopeWriteMatch) -> str:
         """`rope of bfloat16 [256, 32, 128] and [256, 8, 128] -> float8_e4m3fn, cache float8_e4m3fn`."""
-        query, key = value(m.query.x), value(m.key.x)
-        kind = ("neighbours" if m.key.interleaved else "halves") + f" of {m.key.rotary_dim} dimensions"
+        query, key = value(m.query.x), value(m.rope.x)
+        kind = ("neighbours" if m.rope.interleaved else "halves") + f" of {m.rope.rotary_dim} dimensions"
         shapes = f"{list(query.shape)} and {list(key.shape)}".replace("'", "")
         codes, cache = value(m.output).dtype, value(m.write.caches[0]).dtype
         return f"rope of {dtype_name(query.dtype)} {shapes}, {kind} -> {dtype_name(codes)}, cache {dtype_name(cache)}"
@@ -215,10 +244,10 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
 
 def _match(
     query: Rope,
-    key: Rope,
-    key_path: tuple[Node, ...],
-    write: KVCacheWrite,
     quantizations: list[tuple[Quantize, tuple[Node, ...]]],
+    write: KVCacheWrite,
+    key: _Written,
+    rope: Rope,
     idioms: Idioms,
 ) -> RopeWriteMatch:
     quantize, path = quantizations[0] if len(quantizations) == 1 else (None, ())
@@ -236,22 +265,22 @@ def _match(
         nodes = query.nodes | {*views}
         unread = _unread_quantisation(output, idioms)
     caches = tuple(node for _, node in sorted(write.written.items()))
-    lookup = _lookups(key)
-    tables = (
-        [key.cos.source, key.sin.source] if lookup is None else [x for at in lookup for x in (at.table, at.positions)]
-    )
-    scale = () if quantize is None or quantize.scale is None else (quantize.scale,)
-    kept = (x for x in write.inputs if x is not write.key)
+    val = _written(write.value, idioms)
+    lookups = _lookups(rope) or ()
+    tables = (x for at in lookups for x in (at.table, at.positions))
+    scales = (q.scale for q in (quantize, key.quantize, val.quantize) if q is not None and q.scale is not None)
+    kept = (x for x in write.inputs if x not in (write.key, write.value))
     return RopeWriteMatch(
         output=output,
-        nodes=nodes | key.nodes | write.nodes | {*key_path},
-        inputs=(*query.inputs, *key.inputs, *tables, *kept, *scale),
+        nodes=nodes | rope.nodes | write.nodes | key.nodes | val.nodes,
+        inputs=(*query.inputs, *rope.inputs, val.source, *tables, *kept, *scales),
         side_outputs=caches,
         query=query,
-        key=key,
-        key_path=key_path,
         quantize=quantize,
         views=tuple(node for node in views if calls(node, *VIEWS)),
+        key=key,
+        rope=rope,
+        value=val,
         write=write,
         unread=unread,
     )
@@ -264,6 +293,20 @@ def _behind_rope(node: Node, idioms: Idioms) -> tuple[Rope | None, tuple[Node, .
         path.insert(0, node)
         node = node.all_input_nodes[0]
     return rope, tuple(path) if rope is not None else (node,)
+
+
+def _written(node: Node, idioms: Idioms) -> _Written:
+    """Where a key or a value comes from: up through views, a quantisation, and for a rotated key what lies between."""
+    source, views = through_views(node)
+    quantize = None
+    for i, step in enumerate((source, *views)):
+        if (quantize := idioms.at(step, Quantize)) is not None:
+            node, path = quantize.input, (*quantize.views, *views[i:])
+            break
+    else:
+        path = ()
+    rope, before = _behind_rope(node, idioms)
+    return _Written(node, path, quantize) if rope is None else _Written(rope.output, (*before, *path), quantize)
 
 
 def _same_tables(a: Rope, b: Rope) -> bool:

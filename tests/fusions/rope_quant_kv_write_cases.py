@@ -180,6 +180,12 @@ def case(
     )
 
 
+def write_quantized(key, value, key_cache, value_cache, slots, k_scale, v_scale):
+    """Quantised in plain torch before, the value on its way through another shape."""
+    value = saturate(value.flatten(1).float() / v_scale).view(value.shape)
+    kv_cache_write(divide(key, k_scale), value, key_cache, value_cache, slots)
+
+
 FUSED = (
     case("halves", flat, exact=lambda q, s: q.flatten(1) / s, options={"dtype": FP32}, alone=True),
     case("rotate_half", inverse, "inverse", lambda q, s: q * s, "rotate_half"),
@@ -190,6 +196,7 @@ FUSED = (
     case("as in transformers", rotate=batched, options={"dtype": FP16}),
     case("strided", options={"strided": True, "dtype": FP32}, alone=True),
     case("halves in bf16"),
+    case("key and value quantised before", write=write_quantized),
     case("e5m2", divide_e5m2, cache=E5M2, options={"shape": (1,)}),
     case("query as it is", keep, exact=lambda q, s: q),
     case("bf16 cache", cache=BF16),
@@ -200,6 +207,10 @@ FUSED = (
 def write_twice(key, value, key_cache, value_cache, slots, *scales):
     for half in slots.where(slots % 2 == 0, -1), slots.where(slots % 2 == 1, -1):
         kv_cache_write(key, value, key_cache, value_cache, half, *scales)
+
+
+def quantized_by_an_inverse(key, value, key_cache, value_cache, slots, k_scale, v_scale):
+    kv_cache_write(inverse(key, k_scale), divide(value, v_scale), key_cache, value_cache, slots)
 
 
 def not_rotated(x, cos, sin):
@@ -245,6 +256,7 @@ DECLINED = (
     declined(
         "scale per head", r"not a static per-tensor", quantize=lambda q, s: saturate(q / (s * q.new_ones(HEADS, 1)))
     ),
+    declined("key times an inverse scale", r"the key is multiplied by a scale", write=quantized_by_an_inverse),
     declined("value of another dtype", r"before they are rotated", write=in_fp32),
 )
 
