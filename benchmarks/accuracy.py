@@ -50,7 +50,7 @@ from fusion_passes.nn import AttentionMetadata, FP8Linear, process_weights_after
 
 DOCS = Path(__file__).parents[1] / "docs" / "accuracy.md"
 SEPARATOR = b"\0"
-"""Between documents of the training text; part of none of them."""
+"""Between documents of the training text."""
 LARGEST = 1 << 17
 """Bytes taken of a document, so that a few long ones do not make up the corpus."""
 HELD_OUT = 0.2
