@@ -94,7 +94,6 @@ def _attention(
 
     # Blocks of queries: one for each sequence if all of it fits, else as many as the tokens can need.
     start, counts = query_start.long(), query_start.diff().long()
-    counts = torch.where(seq_lens > 0, counts, 0)
     if max_query_len is not None and max_query_len <= QUERY_BLOCK:
         rows, blocks = max(max_query_len, 1), seqs
         of_seq = torch.ones_like(counts)
@@ -131,13 +130,13 @@ def _attention(
     taken = torch.where(in_block > 0, (end - first).clamp(0, columns), 0)
     indices = table[seq].gather(1, (first[:, None] + column).clamp_max(columns - 1))
 
-    seq, position, in_block, place = map(_in_memory, (seq, position, in_block, place))
+    seq, position, place = map(_in_memory, (seq, position, place))
 
     def visible(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         del head
         at, where = position[batch] + q, place[seq[batch], kv >> bits]
         key = (where << bits) + (kv & (keys - 1))
-        seen = (where >= 0) & (key <= at) & (q < in_block[batch])
+        seen = (where >= 0) & (key <= at)
         return seen if window is None else seen & (key > at - window)
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
