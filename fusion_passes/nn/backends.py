@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusion_passes.nn import flex
 from fusion_passes.nn.kv_cache import STATIC_PAGE_MULTIPLE, AttentionMetadata, Layout, PagedKVCache, StaticKVCache
-from fusion_passes.ops import paged_attention, paged_attention_group_quant
+from fusion_passes.ops import kv_cache, paged_attention, paged_attention_group_quant
 from fusion_passes.ops.paged_attention import KERNEL_DTYPES, KERNEL_HEAD_DIMS
 from fusion_passes.ops.support import device_capability
 from fusion_passes.quant import FP8_DTYPES, QuantSpec
@@ -244,8 +244,15 @@ class Flex(AttentionBackend):
         dtype: torch.dtype,
         group_size: int | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``flex.attention``; scales belong to FP8 and are None."""
+        """``flex.attention``; scales belong to FP8 and are None. The metadata's values are not checked when compiled."""
         del q_scale, k_scale, v_scale, prob_scale, output_scale, dtype, group_size
+        if not torch.compiler.is_compiling() and kv_cache.values_are_checked(query.device):
+            kv_cache.check_batch(
+                *(query.shape[0], cache.pages, cache.page_size),
+                *(metadata.block_table, metadata.query_start, metadata.seq_lens),
+                window=window,
+                max_query_len=metadata.max_query_len,
+            )
         return flex.attention(
             *(query, cache.key, cache.value, metadata.block_table, metadata.query_start, metadata.seq_lens, sinks),
             page_size=cache.page_size,

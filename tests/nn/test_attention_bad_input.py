@@ -19,10 +19,18 @@ def device(request, monkeypatch):
     return request.param
 
 
-def call(device, **changes):
+def call(device, backend="auto", **changes):
     """A layer with 4 pages of 16 and the arguments of a batch for it. changes: of the metadata."""
-    attention = Attention(4, 2, 64, kv_cache_dtype="fp8_e4m3", block_size=16, dtype=BF16, device=device)
-    attention.set_scales(q_scale=0.031, k_scale=0.017, v_scale=0.0071)
+    attention = Attention(
+        *(4, 2, 64),
+        kv_cache_dtype="auto" if backend == "flex" else "fp8_e4m3",
+        backend=backend,
+        block_size=16,
+        dtype=BF16,
+        device=device,
+    )
+    if attention.quantized:
+        attention.set_scales(q_scale=0.031, k_scale=0.017, v_scale=0.0071)
     attention.allocate_cache(4)
     qkv = torch.randn(7, 8, 64, device=device).to(BF16).split([4, 2, 2], 1)
     table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32, device=device)
@@ -49,29 +57,32 @@ VALUES = {
 }
 
 
+@pytest.mark.parametrize("backend", ["triton", "sdpa", pytest.param("flex", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", VALUES)
-def test_values_of_the_metadata(name, device):
+def test_values_of_the_metadata(name, backend, device):
+    if backend == "flex" and device == "cpu":
+        pytest.skip("FlexAttention needs a GPU")
     changes, message = VALUES[name]
     changes = {field: x(device) if callable(x) else x for field, x in changes.items()}
-    attention, inputs = call(device, **changes)
+    attention, inputs = call(device, backend, **changes)
     with pytest.raises((ValueError, IndexError), match=re.escape(message)):
         attention(*inputs)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("backend", "compiled"), [("triton", False), ("triton", True), ("flex", False)])
 @pytest.mark.parametrize("name", VALUES)
 @torch.no_grad()
-def test_unchecked_values_touch_nothing_outside(name, compiled, monkeypatch):
+def test_unchecked_values_touch_nothing_outside(name, backend, compiled, monkeypatch):
     """The result may be anything, the cache's other pages are as they were, and the device goes on."""
     monkeypatch.delenv("FUSION_PASSES_CHECK", raising=False)
     changes, _ = VALUES[name]
     changes = {field: x("cuda") if callable(x) else x for field, x in changes.items()}
-    attention, inputs = call("cuda", **changes)
+    attention, inputs = call("cuda", backend, **changes)
     run = torch.compile(attention, fullgraph=True) if compiled else attention
     assert run(*inputs).shape == (7, 4, 64)
     torch.cuda.synchronize()
-    attention, inputs = call("cuda")
+    attention, inputs = call("cuda", backend)
     assert attention(*inputs).isfinite().all()
 
 
