@@ -244,7 +244,7 @@ class Flex(AttentionBackend):
         dtype: torch.dtype,
         group_size: int | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``flex.attention``; scales belong to FP8 and are None. The metadata's values are not checked when compiled."""
+        """``flex.attention``; scales belong to FP8 and are None. Compiled, it checks no values."""
         del q_scale, k_scale, v_scale, prob_scale, output_scale, dtype, group_size
         if not torch.compiler.is_compiling() and kv_cache.values_are_checked(query.device):
             kv_cache.check_batch(
