@@ -152,12 +152,18 @@ def test_compiled_with_rope():
     assert errors[1] <= 1.02 * errors[0]
 
 
-# Every head shape and size with every backend; what else there is, in turn: each value meets each backend.
+# Our kernels with every head shape and size, the other backends with each shape and each size; what else there is, in
+# turn, so that each value meets each backend.
 FORMS = list(itertools.product(DTYPES, ("plain", "opaque")))
+SHAPES = {
+    "triton": list(itertools.product(HEADS, HEAD_DIMS)),
+    "flex": list(zip(HEADS, (256, 64, 128, 256), strict=True)),
+    "sdpa": list(zip(HEADS, (64, 128, 256, 64), strict=True)),
+}
 FULL = [
-    (heads, dim, backend, *FORMS[(i + j) % len(FORMS)])
-    for i, (heads, dim) in enumerate(itertools.product(HEADS, HEAD_DIMS))
+    (*shape, backend, *FORMS[(i + j) % len(FORMS)])
     for j, backend in enumerate(backends.BACKENDS)
+    for i, shape in enumerate(SHAPES[backend.name])
 ]
 
 
