@@ -1,6 +1,6 @@
 """What FP8 and the fusions cost in accuracy: a small language model, trained here, on text that it has not seen.
 
-    python benchmarks/accuracy.py --record benchmarks/results --write-docs      about four minutes on an H200
+    python benchmarks/accuracy.py --record benchmarks/results --write-docs      two minutes on an H200
     python benchmarks/accuracy.py --quick                                       a tiny one, also on a CPU
 
 Bytes of the standard library's sources and of the documents of the installed packages are the text; nothing is
