@@ -179,7 +179,7 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             "the key's tokens and heads are put into another order between its rotation and the write",
         )
         m.require(known(value(m.write.value).shape[-1] == key.shape[-1]), "keys and values differ in their head size")
-        why = why_no_kernel(key, cache, m.quantize.dtype if m.quantize else value(m.output).dtype)
+        why = why_no_kernel(key.device, key.dtype, cache.dtype, value(m.output).dtype)
         m.require(not key.is_cuda or why is None, str(why))
 
     def profitability(self, m: RopeWriteMatch) -> None:

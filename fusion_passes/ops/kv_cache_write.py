@@ -3,6 +3,8 @@
 The two caches are changed in place, and declared so: whatever reads them later in a graph stays behind this op.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -108,15 +110,22 @@ def _cuda(
 
 def has_kernel(key: Tensor, key_cache: Tensor) -> bool:
     """Whether the Triton kernel writes such keys on this machine; what it does not is written in plain torch."""
-    return why_no_kernel(key, key_cache) is None
+    return _has_kernel(key_cache.device, key.dtype, key_cache.dtype)
 
 
-def why_no_kernel(key: Tensor, key_cache: Tensor, dtype: torch.dtype | None = None) -> str | None:
-    """Why the Triton kernel takes no such (real or fake) keys, or gives no queries of this dtype; None if it does."""
-    for found in (key.dtype, key_cache.dtype, dtype or key.dtype):
-        if found not in KERNEL_DTYPES:
-            return f"the kernel has no {dtype_name(found)}"
-    capability = device_capability(key_cache.device)
+@functools.cache
+def _has_kernel(device: torch.device, *dtypes: torch.dtype) -> bool:
+    """Asked in each call, and the answer is always the same."""
+    return why_no_kernel(device, *dtypes) is None
+
+
+def why_no_kernel(device: torch.device, *dtypes: torch.dtype) -> str | None:
+    """Why the Triton kernel does not run on this device, or reads and writes not all of these dtypes; None if it
+    does."""
+    for dtype in dtypes:
+        if dtype not in KERNEL_DTYPES:
+            return f"the kernel has no {dtype_name(dtype)}"
+    capability = device_capability(device)
     if capability is None or capability < (8, 9):
         return "the kernel needs an NVIDIA GPU of compute capability 8.9 or later, for FP8"
     return None if triton_version() is not None else "the kernel needs Triton"
