@@ -238,14 +238,14 @@ def test_a_place_is_found_once_by_one_rule(rule, case):
 @torch.no_grad()
 def test_two_models_of_other_geometry_in_one_process():
     """One after the other and again, with one set of rules: nothing of the first is taken for the second."""
-    runs = [WithoutCode(CASES[rule.name][0].fn) for rule in FUSIONS for _ in range(2)]
-    for rule in FUSIONS:
+    runs = {rule: [WithoutCode(CASES[rule.name][0].fn) for _ in range(2)] for rule in FUSIONS}
+    for rule, pair in runs.items():
         case = CASES[rule.name][0]
-        for run_of, tokens in zip(runs, (7, 33), strict=False):
+        for run_of, tokens in zip(pair, (7, 33), strict=True):
             for _ in range(2):
                 inputs = case.inputs(tokens, "cpu")
                 check(run_of(*inputs), case.fn(*inputs), case.reference(*inputs))
-    assert [run_of.report.count() for run_of in runs] == [1] * len(runs)
+    assert {run_of.report.count() for pair in runs.values() for run_of in pair} == {1}
 
 
 @pytest.mark.parametrize("rule", FUSIONS, ids=lambda rule: rule.name)
