@@ -7,7 +7,8 @@ bytes go into two products, for the even and the odd columns of the output. Part
 for a bf16 cache), the probabilities to the dtype of the product; nothing else is.
 
 Program (key head and rows, split, sequence) takes every splits-th tile of its sequence, so that the number of splits
-needs no lengths, and its first page none either. The programs that combine are launched early and wait on the device.
+needs no lengths, and its first page none either. Both kernels are launched before the one that they follow has ended
+and wait for it on the device (programmatic dependent launch).
 """
 
 import functools
@@ -234,6 +235,8 @@ def _split(
     first_row = (tl.program_id(0) % row_blocks) * BLOCK_M
     split = tl.program_id(1)
     seq = tl.program_id(2)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # for the kernel before, whose end this one's launch need not wait for
     KEY: tl.constexpr = k_ptr.dtype.element_ty
     VALUE: tl.constexpr = tl.bfloat16 if KEY.is_bf16() else tl.float16
     PER_ROW: tl.constexpr = KEY.is_fp8() and q_ptr.dtype.element_ty.is_bf16() and q_scale_ptr is None
@@ -258,7 +261,7 @@ def _split(
     q_tile = q_ptr + (head * q_head)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
     q = tl.load(q_tile + (long_token * q_token)[:, None], mask=(long_token < tokens)[:, None], other=0.0)
     factor = scale * scale_or_one(q_scale_ptr) * scale_or_one(k_scale_ptr)
-    if EARLY:
+    if EARLY and not SINGLE:
         tl.extra.cuda.gdc_launch_dependents()  # when all of these have started, those of _combine may come and wait
     if split == 0 and first_row == 0:
         some = tl.arange(0, triton.next_power_of_2(GROUP))
@@ -397,7 +400,8 @@ def plan(
     """From shapes alone. mixed: most sequences have fewer than these rows, many just one token.
 
     One wave of programs: a second, partly filled one costs up to 40 %, and each further split costs time to combine.
-    Each has two tiles or more.
+    More sequences than that are split into about eight waves, which even out what different lengths make uneven. Each
+    program has two tiles or more.
     """
     # 64 rows spill registers with a head of 256; with one of 32 Triton 3.6 computes something else.
     block_m = 16 if rows <= 16 or mixed else 32 if rows <= 32 or head_dim != 128 else 64
@@ -408,7 +412,9 @@ def plan(
     few = block_m == 16 and (page_size < 64 or processors < groups <= 2 * processors)
     block_n = 128 if few else 64
     resident = 3 if block_n == 64 and block_m == 16 else 2
-    splits = max(1, min(resident * processors // groups, triton.cdiv(max_keys, 2 * block_n)))
+    wave = resident * processors
+    splits = wave // groups if groups <= wave else min(8, triton.cdiv(8 * wave, groups))
+    splits = max(1, min(splits, triton.cdiv(max_keys, 2 * block_n)))
     return Plan(block_m, row_blocks, block_n, splits)
 
 
@@ -455,7 +461,7 @@ def launch(
         config = plan(seqs, kv_heads, rows, columns * page_size, page_size, processors, mixed, head_dim)
     fp8_cache = key_cache.dtype in FP8_DTYPES
     values = value_cache.view(torch.int16) if fp8_cache else value_cache
-    early = query.is_cuda and config.splits > 1 and _launches_early(query.device)
+    early = query.is_cuda and _launches_early(query.device)
     part = lse = None
     if config.splits > 1:
         shape = (kv_heads, seqs, config.splits, rows)
@@ -508,6 +514,7 @@ def launch(
         PTX=query.is_cuda,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        launch_pdl=early,
     )
     if config.splits == 1:
         return

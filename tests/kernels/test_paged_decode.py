@@ -223,15 +223,17 @@ def test_pages_left_of_the_window_may_be_gone():
 
 
 def test_plan():
-    """One wave of programs, two tiles or more for each."""
+    """One wave of programs, eight if one is not enough; two tiles or more for each."""
     assert plan(32, 8, 4, 4096, 64, 132) == Plan(16, 1, 128, 1)
     assert plan(8, 8, 4, 16384, 64, 132) == Plan(16, 1, 64, 6)
     assert plan(1, 8, 4, 25088, 64, 132) == Plan(16, 1, 64, 49)
     assert plan(1, 8, 4, 100, 64, 132).splits == 1
-    assert plan(1000, 8, 4, 4096, 64, 132).splits == 1
-    for seqs in (1, 3, 16, 33, 100):
+    assert plan(64, 8, 4, 16384, 64, 132).splits == 7
+    assert plan(1000, 8, 4, 16384, 64, 132).splits == 1
+    for seqs in (1, 3, 16, 33):
         p = plan(seqs, 8, 4, 1 << 17, 16, 132)
-        assert seqs * 8 * p.splits <= max(2 * 132, seqs * 8)
+        assert p.block_n == 128
+        assert seqs * 8 * p.splits <= 2 * 132
 
 
 def full_size(tokens=1, **shape):
