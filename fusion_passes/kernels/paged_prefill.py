@@ -6,6 +6,8 @@ which is known without its lengths; each program finds its own sequence on the d
 
 An FP8 query meets FP8 keys in the FP8 matrix unit. Its partner in the product with V is fp16, to which FP8 converts
 exactly: Hopper's FP8 unit takes no V with head_dim innermost, and keeps few bits of a long sum.
+
+On Hopper `launch` hands over to the faster `paged_prefill_sm90` what that can do.
 """
 
 import functools

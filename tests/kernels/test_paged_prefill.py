@@ -241,6 +241,17 @@ def test_nan_stays_in_its_row(kernel):
 
 
 @kernels
+def test_lengths_beyond_the_tokens_write_nothing_there(kernel):
+    problem = Problem(((40, 40),))
+    problem.query = problem.query[:34]
+    memory = poisoned(42, *problem.query.shape[1:], dtype=BF16)
+    scales = {**problem.scales, "prob_scale": None, "output_scale": None, "sinks": None}
+    launch(kernel, memory[:34], None, *problem.batch, **scales, scale=0.1, window=None, softcap=0.0)
+    assert memory[34:].isnan().all()
+    assert not memory[:34].isnan().any()
+
+
+@kernels
 def test_nothing_to_do(kernel):
     problem = Problem(((0, 0), (0, 3)))
     out, _ = problem.run(kernel)
