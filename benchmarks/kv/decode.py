@@ -88,6 +88,8 @@ OTHERS = (
     *(dataclasses.replace(MAIN[0], tokens=n, fa3=None, of_copy=None) for n in (2, 4, 8, 16)),
     *(dataclasses.replace(MAIN[3], tokens=n, fa3=None, of_copy=None) for n in (2, 4, 8, 16)),
     *(Case(lengths) for lengths in ragged().values()),
+    Case((4096,) * 64),
+    Case((2048,) * 128),
     Case((16384,) * 32, window=4096),
     Case((4096,) * 32, softcap=30.0),
     Case((4096,) * 32, sinks=True),

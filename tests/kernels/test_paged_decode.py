@@ -352,6 +352,39 @@ def test_one_graph_serves_other_lengths_and_scales(splits):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 7])
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_waits_for_what_comes_before_it(by_kernel, splits):
+    """It is launched early; here what comes before is the write of its cache, by a kernel or by a copy without one."""
+    problem = full_size(query=E4M3)
+    batch = (problem.query, problem.key, problem.value, problem.table, problem.start, problem.lengths)
+    s = problem.scales
+    want = reference.paged_attention(*batch, **s, scale=0.31, dtype=torch.float32)
+    caches = [reference.bits(x) for x in (problem.key, problem.value)]
+    right, inverse = [x.clone() for x in caches], [~x for x in caches]
+    out = poisoned(*problem.query.shape, dtype=BF16)
+
+    def call():
+        for cache, copy, other in zip(caches, right, inverse, strict=True):
+            torch.bitwise_not(other, out=cache) if by_kernel else cache.copy_(copy)
+        launch(
+            *(out, None, *batch, s["q_scale"], s["k_scale"], s["v_scale"], None, None, None),
+            scale=0.31, window=None, softcap=0.0, max_query_len=1, config=Plan(16, 1, 64, splits),
+        )  # fmt: skip
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for run in (graph.replay, call) * 3:
+        for cache, other in zip(caches, inverse, strict=True):
+            cache.copy_(other)
+        out.view(torch.uint8).fill_(0x7F)
+        run()
+        check(out, want)
+
+
+@pytest.mark.gpu
 def test_cache_of_more_than_two_to_the_31_elements():
     """The last pages, and a page that alone is that large."""
     problem = Problem(((1, 200), (4, 130)), heads=8, kv_heads=8, head_dim=128, page_size=64)
