@@ -76,3 +76,35 @@ def test_rope_quant_kv_write_on_an_h200(tokens, head_dim, quantized, pays, monke
     query = FakeTensor(FakeTensorMode(), meta, torch.device("cuda:0"))
     verdict = rope_quant_kv_write.verdict(query, tokens=tokens, quantized=quantized)
     assert (verdict.ratio is not None and verdict.ratio >= 1.0) == pays, verdict.why
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pays"), [(1, True), (7, True), (8, True), (100, True), (8192, True), (9000, False)]
+)
+@pytest.mark.parametrize("inside", [True, False])
+def test_query_quant_on_an_h200(tokens, pays, inside, monkeypatch):
+    from fusion_passes.measured import query_quant
+
+    monkeypatch.setattr(query_quant, "device_capability", lambda device: (9, 0))
+    verdict = query_quant.verdict(on_cuda(tokens, 32, 128), inside=inside)
+    assert (verdict.ratio is not None and verdict.ratio >= 1.0) == pays, verdict.why
+    assert query_quant.verdict(on_cuda(8, 32, 80), inside=inside).ratio is None
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "group"])
+def test_output_of_a_paged_attention_on_an_h200(granularity, monkeypatch):
+    from fusion_passes.measured import paged_attention_quant
+
+    monkeypatch.setattr(paged_attention_quant, "device_capability", lambda device: (9, 0))
+    cache = on_cuda(3, 8, 128, dtype=torch.float8_e4m3fn)
+    verdict = paged_attention_quant.verdict(on_cuda(8, 32, 128), cache, granularity)
+    assert verdict.ratio is not None, verdict.why
+    assert verdict.ratio >= 1.0, verdict.why
+    assert paged_attention_quant.verdict(on_cuda(8, 32, 128), on_cuda(3, 8, 128), granularity).ratio is None
+
+
+def on_cuda(*shape, dtype=torch.bfloat16):
+    """A tensor without values."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    return FakeTensor(FakeTensorMode(), torch.empty(shape, dtype=dtype, device="meta"), torch.device("cuda:0"))
