@@ -58,7 +58,7 @@ def inputs(tokens=9):
 def test_the_query_is_quantised_in_the_kernel_that_computes_it(fn, device):
     tensors = inputs()
     stock, ours = (CODE[device](fn, *tensors, config=config) for config in (STOCK, FUSE))
-    assert len(kernels(ours)) == len(kernels(stock)) == 1
+    assert len(kernels(ours)) == 1 <= len(kernels(stock))
     assert "ops.fusion_passes.quantize_fp8" not in ours
     assert ("ops.fusion_passes.quantize_fp8" in stock) == (fn is not inside)
     (attention,) = re.findall(r"torch\.ops\.fusion_passes\.paged_attention\.default\((\w+),", ours)
