@@ -68,8 +68,9 @@ class Insertion:
 def _value(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a call gives, on fake tensors.
 
-    The wrapper around an op that writes gives the op's result and then the tensors that are written, all of which it
-    copies first; where each is written as a whole that is known without the copies, which take most of the time."""
+    The wrapper around an op that writes gives the op's result and then copies of the tensors, as they are written; where
+    each is written as a whole, that is known without running the wrapper, which takes most of the time.  They are new
+    memory: Inductor writes in place only where nothing that shares memory with the old tensor is read later."""
     bases = kwargs.get("_all_bases")
     given = {name: x for name, x in kwargs.items() if not name.startswith("_")}
     index = {name: x for name, x in kwargs.items() if name.startswith("_") and name != "_all_bases"}
@@ -78,7 +79,8 @@ def _value(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     written = {name.removeprefix("_").removesuffix("_base_index"): bases[x] for name, x in index.items()}
     with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(bases)):
         result = args[0](**given, **written)
-    return (*result, *bases) if isinstance(result, tuple) else (result, *bases)
+    copies = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in bases)
+    return (*result, *copies) if isinstance(result, tuple) else (result, *copies)
 
 
 def check_side_effects(m: Match) -> None:

@@ -10,6 +10,7 @@ from fusion_passes.nn import PagedKVCache
 from fusion_passes.ops import kv_cache_write, paged_attention
 from fusion_passes.ops.kv_cache_write import scatter
 from fusion_passes.quant import quantize
+from tests.generated_code import allocations
 
 OP = torch.ops.fusion_passes.kv_cache_write.default
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
@@ -124,7 +125,7 @@ def test_compiled_in_place_and_in_order(dtype):
     assert torch.equal(expected, reference.bits(model.cache.key))
     assert address == model.cache.key.data_ptr()
     assert code.count("fusion_passes.kv_cache_write.default(") == 2
-    assert "empty_strided_cpu((11," not in code, "a cache was copied"
+    assert max(allocations(code)) < model.cache.key.numel(), "a cache was copied"
     assert "clone" not in code.split("def call")[1]
 
 
