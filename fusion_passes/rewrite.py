@@ -68,9 +68,9 @@ class Insertion:
 def _value(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a call gives, on fake tensors.
 
-    The wrapper around an op that writes gives the op's result and then copies of the tensors, as they are written; where
-    each is written as a whole, that is known without running the wrapper, which takes most of the time.  They are new
-    memory: Inductor writes in place only where nothing that shares memory with the old tensor is read later."""
+    The wrapper around an op that writes gives the op's result and then copies of the tensors, as they are written.
+    Where each is written as a whole, that is known without running the wrapper, which takes most of the time.  They are
+    new memory: Inductor writes in place only where nothing that shares memory with the old tensor is read later."""
     bases = kwargs.get("_all_bases")
     given = {name: x for name, x in kwargs.items() if not name.startswith("_")}
     index = {name: x for name, x in kwargs.items() if name.startswith("_") and name != "_all_bases"}
