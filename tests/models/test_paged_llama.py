@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
+from fusion_passes import PassConfig, Report, inductor_options
 from fusion_passes.models.llama import PRESETS, RopeScaling
 from fusion_passes.models.paged_llama import PagedLlama, load_hugging_face, randomize
 from fusion_passes.nn import AttentionMetadata
@@ -96,3 +98,19 @@ def test_all_layers_are_one_compilation():
     model.compile_layers(lambda f: torch.compile(f, backend=backend, fullgraph=True))
     assert torch.equal(model(tokens, positions, metadata), expected)
     assert len(graphs) == 3  # the embedding, a layer, the head
+
+
+def test_caches_are_written_in_place_with_the_passes():
+    model = paged(fp8=True, kv_cache_dtype="fp8_e4m3", dtype=torch.bfloat16)
+    randomize(model)
+    metadata = AttentionMetadata.from_lengths([1, 1], [20, 31], block_table(2, 2), PAGE, max_query_len=1)
+    report = Report()
+    options = inductor_options(PassConfig(profitability="ignore"), report=report)
+    model.compile_layers(lambda f: torch.compile(f, options=options, fullgraph=True), ends=lambda f: f)
+    with torch.no_grad():
+        _, (code, *_) = run_and_get_code(model, torch.tensor([3, 5]), torch.tensor([19, 30]), metadata)
+    assert [site.rule for site in report.sites if site.status == "fused"] == ["rope_quant_kv_write", "attention_quant"]
+    cache = model.attention_layers[0].kv_cache.key
+    allocated = [line for line in code.splitlines() if "empty_strided" in line and "import" not in line]
+    assert allocated
+    assert not [line for line in allocated if f"({cache.numel()}," in line or str(tuple(cache.shape)) in line]
