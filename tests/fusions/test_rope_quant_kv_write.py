@@ -291,3 +291,16 @@ def test_a_query_made_of_what_was_written_is_declined():
     assert report.count() == 0
     assert "is made of one output and needed for another" in "\n".join(report.declined("rope_quant_kv_write"))
     assert print_graph(graph) == before
+
+
+@torch.no_grad()
+def test_what_is_written_is_new_memory_to_inductor():
+    """In the fake values, as the wrapper makes them: memory shared with the old cache would be a reason to copy it."""
+    tensors_of = Model(layers=1), *batch()
+    (graph,) = capture(*tensors_of)
+    PostGradPassManager(FUSE, Report())(graph)
+    (fused,) = (node for node in graph.nodes if "rope_quant_kv_write" in str(node.args[:1]))
+    old = {node.meta["val"].untyped_storage()._cdata for node in fused.all_input_nodes}
+    new = [part.meta["val"].untyped_storage()._cdata for part in fused.users]
+    assert len(set(new)) == len(new) == 3
+    assert not old & set(new)
