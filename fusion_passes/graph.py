@@ -7,9 +7,11 @@ arguments of a `reshape` (they go symbolic when a dimension does).  Every questi
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,16 +169,11 @@ def is_functionalized(node: Node) -> bool:
 def mutated_nodes(node: Node) -> Iterator[Node]:
     """The inputs that `node` writes to.  A higher-order op has no schema; in these graphs those are functional,
     but for the ones that say "mutation" in their name, which may write to any input."""
-    target = node.target
-    if node.op != "call_function":
+    if node.op != "call_function" or not _writes(node.target):
         return
-    schema = getattr(target, "_schema", None)
+    schema = getattr(node.target, "_schema", None)
     if schema is None:
-        name = getattr(target, "__name__", str(target))
-        if "mutation" in name and "functional" not in name:
-            yield from node.all_input_nodes
-        return
-    if not schema.is_mutable:
+        yield from node.all_input_nodes
         return
     for position, arg in enumerate(schema.arguments):
         if arg.alias_info is not None and arg.alias_info.is_write:
@@ -186,12 +183,22 @@ def mutated_nodes(node: Node) -> Iterator[Node]:
                     yield item
 
 
+@functools.cache
+def _writes(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    name = getattr(target, "__name__", str(target))
+    return "mutation" in name and "functional" not in name
+
+
 def written_between(first: Node, last: Node, inputs: Iterable[Node]) -> Node | None:
     """The first node after `first` and before `last` that writes to the memory of one of `inputs`, or None."""
     roots = {storage_root(n) for n in inputs}
     node = first if first is last else first.next
     while node is not last and node.op != "root":
-        if any(storage_root(written) in roots for written in mutated_nodes(node)):
+        writes = node.op == "call_function" and _writes(node.target)  # first: this is asked of every node
+        if writes and any(storage_root(written) in roots for written in mutated_nodes(node)):
             return node
         node = node.next
     return None
