@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fusion_passes import measured
 from fusion_passes.measured import Measurement, judge, records
 from fusion_passes.ops.attention_quant import KERNELS, AttentionQuantArguments
 
@@ -14,23 +15,24 @@ ROWS = [Measurement(256, 1.5), Measurement(256, 1.2), Measurement(1024, 0.9), Me
     [(256, 1.2), (255, None), (300, 0.9), (1024, 0.9), (2000, 0.9), (4096, 1.1), (4097, None), (None, None)],
 )
 def test_between_two_lengths_the_worse_counts_and_outside_nothing_does(length, ratio):
-    assert judge(ROWS, length, "the kernel", "a card").ratio == ratio
+    assert judge(ROWS, length, "the kernel", "a card", "keys").ratio == ratio
 
 
 def test_the_reasons_say_what_was_measured():
-    assert judge([], 8, "the kernel", "a card").why == "the kernel was not measured on a card"
-    assert "lengths from 256 to 4096, not for 8" in judge(ROWS, 8, "the kernel", "a card").why
-    assert judge(ROWS, 1024, "the kernel", "a card").why == (
-        "the kernel takes 1.11 times as long as stock torch.compile on a card at length 1024"
+    assert judge([], 8, "the kernel", "a card", "keys").why == "the kernel was not measured on a card"
+    assert "for 256 to 4096 keys, not for 8" in judge(ROWS, 8, "the kernel", "a card", "keys").why
+    assert "the number of tokens is symbolic" in judge(ROWS, None, "the kernel", "a card", "tokens").why
+    assert judge(ROWS, 1024, "the kernel", "a card", "keys").why == (
+        "the kernel takes 1.11 times as long as stock torch.compile on a card at 1024 keys"
     )
 
 
 def test_every_record_names_kernels_that_exist():
     """A renamed kernel would lose what was measured of it, without a word."""
     names = {kernel.name for kernel in KERNELS}
-    measured = [row for record in records("attention_quant") for row in record["rows"]]
-    assert measured
-    assert {name for row in measured for name in row["ratio"]} == names
+    rows = [row for record in records("attention_quant") for row in record["rows"]]
+    assert rows
+    assert {name for row in rows for name in row["ratio"]} == names
 
 
 @pytest.mark.parametrize(
@@ -54,28 +56,51 @@ def test_attention_quant_on_an_h200(shape, causal, pays, monkeypatch):
     op = sys.modules["fusion_passes.ops.attention_quant"]
     monkeypatch.setattr(op, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(op, "triton_version", lambda: (3, 6))
-    monkeypatch.setattr(attention_quant, "device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(measured, "device_capability", lambda device: (9, 0))
     mode = FakeTensorMode()
     q = FakeTensor(mode, torch.empty(shape, dtype=torch.bfloat16, device="meta"), torch.device("cuda:0"))
     verdict = attention_quant.verdict(AttentionQuantArguments(q, q, q, is_causal=causal))
     assert (verdict.ratio is not None and verdict.ratio >= 1.0) == pays, verdict.why
 
 
+MEASURED_WRITE = {
+    "tokens": 100, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16,
+    "cache_dtype": torch.float8_e4m3fn, "quantized": True,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("tokens", "head_dim", "quantized", "pays"),
-    [(1, 128, True, True), (100, 128, True, True), (8192, 128, True, True), (10**6, 128, True, False),
-     (100, 96, True, False)],
-)  # fmt: skip
-def test_rope_quant_kv_write_on_an_h200(tokens, head_dim, quantized, pays, monkeypatch):
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    ("changed", "told"),
+    [
+        ({}, ""),
+        ({"tokens": 1}, ""),
+        ({"tokens": 8192}, ""),
+        ({"dtype": torch.float16, "cache_dtype": torch.float8_e5m2}, ""),
+        ({"quantized": False}, ""),
+        ({"tokens": 10**6}, "for 1 to 32768 tokens, not for 1000000"),
+        ({"head_dim": 96}, "32/8 heads of 96 and an FP8 query, was not measured on a card of compute capability 9.0"),
+        ({"heads": 24}, "24/8 heads of 128 and an FP8 query, was not measured"),
+        ({"kv_heads": 4}, "32/4 heads of 128 and an FP8 query, was not measured"),
+        ({"cache_dtype": torch.bfloat16}, "not for bfloat16 and caches of bfloat16"),
+        ({"dtype": torch.float32}, "not for float32 and caches of float8_e4m3fn"),
+    ],
+)
+def test_rope_quant_kv_write_on_an_h200(changed, told, monkeypatch):
+    from fusion_passes.measured.rope_quant_kv_write import verdict
 
-    from fusion_passes.measured import rope_quant_kv_write
+    monkeypatch.setattr(measured, "device_capability", lambda device: (9, 0))
+    found = verdict(torch.device("cuda:0"), **MEASURED_WRITE | changed)
+    assert told in found.why
+    assert (found.ratio is None) == bool(told)
+    assert told or found.ratio >= 1.0
 
-    monkeypatch.setattr(rope_quant_kv_write, "device_capability", lambda device: (9, 0))
-    meta = torch.empty(tokens, 32, head_dim, dtype=torch.bfloat16, device="meta")
-    query = FakeTensor(FakeTensorMode(), meta, torch.device("cuda:0"))
-    verdict = rope_quant_kv_write.verdict(query, tokens=tokens, quantized=quantized)
-    assert (verdict.ratio is not None and verdict.ratio >= 1.0) == pays, verdict.why
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what it is without a GPU")
+def test_without_a_gpu_nothing_is_measured_and_the_reason_says_where():
+    from fusion_passes.measured.rope_quant_kv_write import verdict
+
+    why = verdict(torch.device("cuda:0"), **MEASURED_WRITE).why
+    assert why.endswith("was not measured on a machine without a GPU")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +110,7 @@ def test_rope_quant_kv_write_on_an_h200(tokens, head_dim, quantized, pays, monke
 def test_query_quant_on_an_h200(tokens, pays, inside, monkeypatch):
     from fusion_passes.measured import query_quant
 
-    monkeypatch.setattr(query_quant, "device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(measured, "device_capability", lambda device: (9, 0))
     verdict = query_quant.verdict(on_cuda(tokens, 32, 128), inside=inside)
     assert (verdict.ratio is not None and verdict.ratio >= 1.0) == pays, verdict.why
     assert query_quant.verdict(on_cuda(8, 32, 80), inside=inside).ratio is None
@@ -95,7 +120,7 @@ def test_query_quant_on_an_h200(tokens, pays, inside, monkeypatch):
 def test_output_of_a_paged_attention_on_an_h200(granularity, monkeypatch):
     from fusion_passes.measured import paged_attention_quant
 
-    monkeypatch.setattr(paged_attention_quant, "device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(measured, "device_capability", lambda device: (9, 0))
     cache = on_cuda(3, 8, 128, dtype=torch.float8_e4m3fn)
     verdict = paged_attention_quant.verdict(on_cuda(8, 32, 128), cache, granularity)
     assert verdict.ratio is not None, verdict.why

@@ -125,7 +125,7 @@ class QueryQuant(Rule[QueryQuantMatch]):
         m.require(
             _is_generated(source), f"the query comes from {origin}, which Inductor does not fuse a quantisation into"
         )
-        verdict = measured_verdict(query, inside=m.by is None)
+        verdict = measured_verdict(value(m.attention.query), inside=m.by is None)
         m.require(verdict.ratio is not None and verdict.ratio >= 1.0, verdict.why)
 
     def replacement(self, m: QueryQuantMatch, call: Call) -> Node:

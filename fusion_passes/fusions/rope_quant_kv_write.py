@@ -186,7 +186,18 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
         """Where it was measured to be faster than what Inductor makes of the graph."""
         query = value(m.query.x)
         m.require(query.is_cuda, f"the fused op has no faster kernel on the {query.device.type.upper()}")
-        verdict = measured_verdict(query, tokens=value(m.write.key).shape[0], quantized=m.quantize is not None)
+        heads, head_dim = _heads_and_size(m.query)
+        kv_heads, _ = _heads_and_size(m.rope)
+        verdict = measured_verdict(
+            query.device,
+            tokens=value(m.write.key).shape[0],
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=query.dtype,
+            cache_dtype=value(m.write.caches[0]).dtype,
+            quantized=m.quantize is not None,
+        )
         m.require(verdict.ratio is not None and verdict.ratio >= 1.0, verdict.why)
 
     def replacement(self, m: RopeWriteMatch, call: Call) -> tuple[Node, ...]:

@@ -33,6 +33,8 @@ MAX_TERMS = 4
 """Of one dimension, while reading: two are left in the end."""
 MAX_DEPTH = 24
 """Steps from the result to x."""
+MAX_PAIRS = 256
+"""Of nodes to compare, to see whether two tables are computed alike."""
 
 _RESHAPES = (*RESHAPES, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 _COPIES = (aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default)
@@ -92,22 +94,35 @@ class Rope(Idiom):
         )
 
 
-def _computed_alike(a: object, b: object, depth: int = 0) -> bool:
+def _computed_alike(a: object, b: object) -> bool:
     """True where two arguments are equal, or computed from equal ones by the same ops: a table is often prepared once
-    for the query and once for the key."""
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(_computed_alike(x, y, depth) for x, y in zip(a, b, strict=True))
-    if not isinstance(a, Node) or not isinstance(b, Node) or a is b:
-        return bool(a is b or (type(a) is type(b) and a == b))
-    if depth > MAX_DEPTH or a.op != "call_function" or a.target is not b.target or a.is_impure():
+    for the query and once for the key.  Each pair is looked at once, by however many ways the graph leads to it."""
+    pending: list[tuple[object, object]] = [(a, b)]
+    seen: set[tuple[Node, Node]] = set()
+    while pending:
+        a, b = pending.pop()
+        if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+            if len(a) != len(b):
+                return False
+            pending += zip(a, b, strict=True)
+        elif not isinstance(a, Node) or not isinstance(b, Node) or a is b:
+            if a is not b and not (type(a) is type(b) and a == b):
+                return False
+        elif (a, b) not in seen:
+            seen.add((a, b))
+            if len(seen) > MAX_PAIRS or not _same_op(a, b):
+                return False
+            pending.append((a.args, b.args))
+            pending += ((a.kwargs[name], b.kwargs[name]) for name in a.kwargs)
+    return True
+
+
+def _same_op(a: Node, b: Node) -> bool:
+    """True where two calls with equal arguments have equal results."""
+    if a.op != "call_function" or a.target is not b.target or a.kwargs.keys() != b.kwargs.keys() or a.is_impure():
         return False
-    if getattr(a.target, "_schema", None) is not None and torch.Tag.nondeterministic_seeded in a.target.tags:  # type: ignore[union-attr]
-        return False
-    return (
-        a.kwargs.keys() == b.kwargs.keys()
-        and _computed_alike(a.args, b.args, depth + 1)
-        and all(_computed_alike(a.kwargs[name], b.kwargs[name], depth + 1) for name in a.kwargs)
-    )
+    tags = a.target.tags if getattr(a.target, "_schema", None) is not None else ()  # type: ignore[union-attr]
+    return torch.Tag.nondeterministic_seeded not in tags
 
 
 def recognize(graph: Graph) -> Iterator[Rope | NearMiss]:

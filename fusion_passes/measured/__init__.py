@@ -1,6 +1,6 @@
 """What was measured, as data: the records that `benchmarks/` writes, one file for each fusion, suite and card.
 
-Profitability reads them.  A shape between two measured ones counts with the worse of both; one outside of all is not
+Profitability reads them.  A size between two measured ones counts with the worse of both; one outside of all is not
 measured.  To make a fusion profitable on another card, run its benchmark there with `--record fusion_passes/measured`.
 """
 
@@ -12,14 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fusion_passes.ops.support import device_capability, device_name
+
 FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """`ratio`: time of stock `torch.compile` with its best backend over ours, at sequences of `length`."""
+    """`ratio`: time of stock `torch.compile` with its best backend over ours, at a `size` such as 512 tokens."""
 
-    length: int
+    size: int
     ratio: float
 
 
@@ -31,27 +35,49 @@ class Verdict:
     why: str
 
 
+@dataclass(frozen=True)
+class Card:
+    """A GPU by its name; by its compute capability where tensors are fake and no driver knows a name."""
+
+    name: str | None
+    capability: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> Card:
+        """The card of a tensor's device."""
+        return cls(device_name(device), device_capability(device))
+
+    def __str__(self) -> str:
+        if self.name is None and self.capability is None:
+            return "a machine without a GPU"
+        return self.name or f"a card of compute capability {'.'.join(map(str, self.capability or ()))}"
+
+    def is_of(self, record: dict[str, Any]) -> bool:
+        """True where the record was measured on this card, or on one of this compute capability if that is all."""
+        if self.name is not None:
+            return bool(record["card"] == self.name)
+        return self.capability is not None and record["capability"] == list(self.capability)
+
+
 @functools.cache
 def records(fusion: str) -> tuple[dict[str, Any], ...]:
     """The records of one fusion, or of one section of a benchmark."""
     return tuple(json.loads(path.read_text()) for path in sorted(FOLDER.glob(f"{fusion}*.json")))
 
 
-def judge(measurements: list[Measurement], length: int | None, what: str, card: str) -> Verdict:
-    """Whether it pays at `length`, by the measurements at the two neighbouring lengths."""
+def judge(measurements: list[Measurement], size: int | None, what: str, card: Card | str, unit: str) -> Verdict:
+    """Whether it pays at `size`, by the measurements at the two neighbouring sizes.  unit: of a size, "tokens"."""
     if not measurements:
         return Verdict(None, f"{what} was not measured on {card}")
-    if length is None:
-        return Verdict(None, "the length is symbolic and has no example, so no measurement can be looked up")
+    if size is None:
+        return Verdict(None, f"the number of {unit} is symbolic and has no example, so no measurement can be looked up")
     worst: dict[int, float] = {}
     for m in measurements:
-        worst[m.length] = min(m.ratio, worst.get(m.length, m.ratio))
-    below = max((n for n in worst if n <= length), default=None)
-    above = min((n for n in worst if n >= length), default=None)
+        worst[m.size] = min(m.ratio, worst.get(m.size, m.ratio))
+    below = max((n for n in worst if n <= size), default=None)
+    above = min((n for n in worst if n >= size), default=None)
     if below is None or above is None:
-        return Verdict(
-            None, f"{what} was measured on {card} for lengths from {min(worst)} to {max(worst)}, not for {length}"
-        )
+        return Verdict(None, f"{what} was measured on {card} for {min(worst)} to {max(worst)} {unit}, not for {size}")
     ratio = min(worst[below], worst[above])
-    at = f"length {below}" if below == above else f"lengths {below} and {above}"
+    at = f"{below} {unit}" if below == above else f"{below} and {above} {unit}"
     return Verdict(ratio, f"{what} takes {1 / ratio:.2f} times as long as stock torch.compile on {card} at {at}")

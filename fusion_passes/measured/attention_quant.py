@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fusion_passes.measured import Measurement, Verdict, judge, records
+from fusion_passes.measured import Card, Measurement, Verdict, judge, records
 from fusion_passes.ops.attention_quant import AttentionQuantArguments, choose
-from fusion_passes.ops.support import device_capability, device_name
 from fusion_passes.symbolic import hint
 
 
@@ -19,11 +18,10 @@ def verdict(a: AttentionQuantArguments) -> Verdict:
         return Verdict(None, "no kernel supports it")
     head_dim, q_len, kv_len = query.shape[3], hint(query.shape[2]), hint(a.key.shape[2])
     kind = "causal" if a.is_causal else "full" if a.attn_mask is None else "masked"
-    capability, name = list(device_capability(query.device) or ()), device_name(query.device)
-    card = name or f"a card of compute capability {'.'.join(map(str, capability))}"
+    card = Card.of(query.device)
     found = []
     for record in records("attention_quant"):
-        if record["card"] != name and (name is not None or record["capability"] != capability):
+        if not card.is_of(record):
             continue
         for row in record["rows"]:
             shape = row["shape"]
@@ -33,4 +31,4 @@ def verdict(a: AttentionQuantArguments) -> Verdict:
             if alike and kernel.name in row["ratio"]:
                 found.append(Measurement(shape["length"], row["ratio"][kernel.name]))
     queries = "" if q_len == kv_len else f", {q_len} queries"
-    return judge(found, kv_len, f"{kernel.name} with head size {head_dim}, {kind}{queries},", card)
+    return judge(found, kv_len, f"{kernel.name} with head size {head_dim}, {kind}{queries},", card, "keys")

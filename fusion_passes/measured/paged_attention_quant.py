@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fusion_passes.measured import Measurement, Verdict, judge, records
-from fusion_passes.ops.support import device_capability, device_name
+from fusion_passes.measured import Card, Measurement, Verdict, judge, records
 from fusion_passes.symbolic import hint
 
 
@@ -19,12 +18,11 @@ def verdict(output: Tensor, key_cache: Tensor, granularity: str) -> Verdict:
     if not output.is_cuda:
         return Verdict(None, f"the fused op has no faster kernel on the {output.device.type.upper()}")
     _, heads, head_dim = output.shape
-    capability, name = list(device_capability(output.device) or ()), device_name(output.device)
-    card = name or f"a card of compute capability {'.'.join(map(str, capability))}"
+    card = Card.of(output.device)
     fp8_cache = key_cache.dtype.itemsize == 1
     found = []
     for record in records("kv_attention-quantisation"):
-        if record["card"] != name and (name is not None or record["capability"] != capability):
+        if not card.is_of(record):
             continue
         for row in record["rows"]:
             shape = row["shape"]
@@ -33,4 +31,4 @@ def verdict(output: Tensor, key_cache: Tensor, granularity: str) -> Verdict:
                 found.append(Measurement(shape["tokens"], row["ratio"][granularity]))
     cache = "an FP8 cache" if fp8_cache else "a cache that is not FP8"
     what = f"attention of {heads} heads of {head_dim} over {cache} with FP8 output, scales per {granularity},"
-    return judge(found, hint(output.shape[0]), what, card)
+    return judge(found, hint(output.shape[0]), what, card, "tokens")

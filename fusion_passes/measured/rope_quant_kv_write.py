@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
 
-from fusion_passes.measured import Measurement, Verdict, judge, records
-from fusion_passes.ops.support import device_capability, device_name
+from fusion_passes.measured import Card, Measurement, Verdict, judge, records
+from fusion_passes.quant import dtype_name
 from fusion_passes.symbolic import hint
 
 
-def verdict(query: Tensor, *, tokens: int, quantized: bool) -> Verdict:
-    """By the card, the head size, and whether the query is quantised, at the numbers of tokens measured.
+def verdict(
+    device: torch.device,
+    *,
+    tokens: int | torch.SymInt,
+    heads: int | None,
+    kv_heads: int | None,
+    head_dim: int | None,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    quantized: bool,
+) -> Verdict:
+    """By the card, the heads of query and cache and their size, and whether the query is quantised, at the numbers of
+    tokens measured.
 
-    query: a real or fake tensor, [..., head_dim].  On a machine without a card, fake CUDA tensors go by compute
+    The time is that of the bytes, so dtypes count by their width: the benchmark turns queries and keys of two bytes and
+    writes FP8 caches, and nothing else is measured.  On a machine without a card, fake CUDA tensors go by compute
     capability.
     """
-    capability, name = list(device_capability(query.device) or ()), device_name(query.device)
-    card = name or f"a card of compute capability {'.'.join(map(str, capability))}"
-    head_dim = query.shape[-1]
-    found = [
-        Measurement(row["shape"]["tokens"], row["ratio"]["fused"])
-        for record in records("kv_attention-rope_write")
-        if record["card"] == name or (name is None and record["capability"] == capability)
-        for row in record["rows"]
-        if row["shape"]["head_dim"] == head_dim and row["shape"]["quantized"] == quantized
-    ]
+    card = Card.of(device)
     kind = "an FP8 query" if quantized else "a query that is not quantised"
-    what = f"RoPE and the cache's write in one kernel, with {kind} and head size {head_dim},"
-    return judge(found, hint(tokens), what, card)
+    what = f"RoPE and the cache's write in one kernel, with {heads}/{kv_heads} heads of {head_dim} and {kind},"
+    if dtype.itemsize != 2 or cache_dtype.itemsize != 1:
+        return Verdict(
+            None,
+            f"{what} was measured for bf16 and FP8 caches, not for {dtype_name(dtype)} and caches of "
+            f"{dtype_name(cache_dtype)}",
+        )
+    found = []
+    for record in records("kv_attention-rope_write"):
+        for row in record["rows"] if card.is_of(record) else ():
+            shape = row["shape"]
+            sizes = (shape["heads"], shape["kv_heads"], shape["head_dim"], shape["quantized"])
+            if sizes == (heads, kv_heads, head_dim, quantized):
+                found.append(Measurement(shape["tokens"], row["ratio"]["fused"]))
+    return judge(found, hint(tokens), what, card, "tokens")

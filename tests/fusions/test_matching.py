@@ -132,6 +132,18 @@ def test_the_same_on_cuda(rule, case, hopper):
             assert print_graph(graph) == before
 
 
+@each(lambda case: case.fuses and case.cuda and not case.effect)
+@torch.no_grad()
+def test_profit_is_judged_without_a_failure(rule, case, hopper, caplog):
+    """What nobody measured is declined with its sentence, not with an exception of the rule."""
+    with caplog.at_level("WARNING", "fusion_passes"):
+        report = rewrite(capture_cuda(case.fn, *case.inputs(8, "cpu"), backend="cudnn"), PassConfig())
+    sites = [site for site in report.sites if site.rule == rule]
+    assert sites, report
+    assert all(site.status in (MatchStatus.FUSED, MatchStatus.UNPROFITABLE) for site in sites), report
+    assert "a rule failed" not in caplog.text, caplog.text
+
+
 @pytest.mark.parametrize("rule", FUSIONS, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("method", ["pattern", "legality", "replacement", "describe", "explain"])
 def test_an_exception_in_a_rule_is_no_match_with_its_text(rule, method, monkeypatch):

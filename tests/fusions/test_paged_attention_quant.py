@@ -41,8 +41,8 @@ def declined(case, tokens):
 @pytest.fixture
 def measured(monkeypatch):
     """A card was measured at 8 and 64 tokens."""
+    monkeypatch.setattr("fusion_passes.measured.device_capability", lambda device: (9, 0))
     for module in ("paged_attention_quant", "query_quant"):
-        monkeypatch.setattr(f"fusion_passes.measured.{module}.device_capability", lambda device: (9, 0))
         monkeypatch.setattr(f"fusion_passes.measured.{module}.records", lambda name: (RECORD,))
 
 
@@ -55,7 +55,7 @@ def test_applied_where_it_was_measured_to_be_faster(measured):
     assert "with FP8 output, scales per tensor, takes 1.11 times as long as stock torch.compile" in reasons[0]
     reasons, fused = declined(groups, 65)
     assert fused == 0
-    assert "for lengths from 8 to 64, not for 65" in reasons[0]
+    assert "for 8 to 64 tokens, not for 65" in reasons[0]
 
 
 @pytest.mark.parametrize("name", ["paged: FP8 query and cache", "paged: factor", "paged: inverse number"])

@@ -128,7 +128,7 @@ def test_one_op_that_quantises_for_two_attentions_is_replaced_once():
 
 def test_profit_is_asked_for(monkeypatch):
     """Where there is nothing to fuse with, and where nobody measured, it is declined."""
-    monkeypatch.setattr("fusion_passes.measured.query_quant.device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("fusion_passes.measured.device_capability", lambda device: (9, 0))
     monkeypatch.setattr("fusion_passes.measured.query_quant.records", lambda fusion: ())
     tensors = inputs()
     reasons = []

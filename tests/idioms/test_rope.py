@@ -1,5 +1,7 @@
 """Rotary embedding: every spelling in every dtype, and what must not pass for one."""
 
+import time
+
 import pytest
 import torch
 
@@ -122,3 +124,19 @@ def test_what_is_none(fn):
     x, _, _ = inputs("", FP32)
     (graph,) = capture(fn, x, torch.randn(TOKENS, 1, HEAD_DIM), torch.randn(TOKENS, 1, HEAD_DIM))
     assert list(rope.recognize(graph)) == []
+
+
+@pytest.mark.parametrize("last", [2.0, 3.0])
+def test_tables_are_compared_once_for_all_the_ways_through_the_graph(last):
+    """Two sums of 24 steps, each of which reads the one before twice: 2^24 ways to the start."""
+    graph = torch.fx.Graph()
+    start = graph.placeholder("x")
+    tables = []
+    for factor in (2.0, last):
+        node = graph.call_function(torch.ops.aten.mul.Tensor, (start, factor))
+        for _ in range(24):
+            node = graph.call_function(torch.ops.aten.add.Tensor, (node, node))
+        tables.append(rope.Table(node, 0, 8))
+    before = time.process_time()
+    assert tables[0].same(tables[1]) == (last == 2.0)
+    assert time.process_time() - before < 0.3
