@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fusion_passes.nn import backends
 from fusion_passes.nn.kv_cache import AttentionMetadata, Layout, PagedKVCache, StaticKVCache
@@ -21,6 +22,8 @@ from fusion_passes.quant import FP8_DTYPES, QuantSpec, quantize
 CACHE_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SCALES = {"q_scale": "_q_scale", "k_scale": "_k_scale", "v_scale": "_v_scale", "prob_scale": "_prob_scale"}
 """Keys of a checkpoint and the buffers that they go to."""
+CALCULATED = ("q_scale", "k_scale", "v_scale")
+"""What the first batch may set, in the order of `_uncalibrated`."""
 RANGES = {"q_range": 200.0, "k_range": 200.0, "v_range": 100.0}
 """What the largest magnitude of the first batch becomes as a code: leaves room below e4m3fn's 448 for later ones."""
 FNUZ_FACTOR = 2.0
@@ -38,7 +41,9 @@ class Attention(nn.Module):
     block_size: tokens in a page of the cache.
     quantize_query: None: where the cache is FP8 and the backend takes FP8 queries.
     quantize_probs: the probabilities go into the product with V as FP8, with ``_prob_scale``.
-    calculate_kv_scales: the first batch with tokens in it sets the scales of query, key and value, on the device.
+    calculate_kv_scales: the first batch with tokens in it sets, on the device, those scales of query, key and value that
+    nobody has given.
+    device: torch's default device if None. A layer on meta, or on the CPU by default, may be moved to any other.
     dtype: of query, key and value; torch's default dtype if None.
 
     Scales and ranges are fp32 buffers, moved by `.to(device)` and spared by `.to(dtype)`. They are not in the
@@ -78,15 +83,18 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if min(num_heads, num_kv_heads, head_dim, block_size) < 1 or num_heads % num_kv_heads:
+        sizes = (num_heads, num_kv_heads, head_dim, block_size)
+        if not all(isinstance(n, int) and n >= 1 for n in sizes) or num_heads % num_kv_heads:
             raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads and all sizes positive, got {num_heads} and "
+                f"num_heads must be a multiple of num_kv_heads and all sizes positive integers, got {num_heads} and "
                 f"{num_kv_heads} heads of {head_dim}, block_size {block_size}"
             )
-        if window is not None and window < 1:
-            raise ValueError(f"window counts the keys that a query sees, its own among them: 1 or more, got {window}")
-        if softcap < 0.0:
-            raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
+        if window is not None and not (isinstance(window, int) and window >= 1):
+            raise ValueError(f"window counts the keys that a query sees, its own among them: 1 or more, got {window!r}")
+        if not _is_finite(softcap) or softcap < 0.0:
+            raise ValueError(f"softcap must be positive, or 0 for none, got {softcap!r}")
+        if scale is not None and not _is_finite(scale):
+            raise ValueError(f"scale must be a finite number, or None for head_dim ** -0.5, got {scale!r}")
         if kv_cache_dtype not in CACHE_DTYPES:
             raise ValueError(f"kv_cache_dtype must be one of {list(CACHE_DTYPES)}, got {kv_cache_dtype!r}")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
@@ -94,8 +102,12 @@ class Attention(nn.Module):
         self.window, self.softcap, self.block_size = window, softcap, block_size
         self.kv_cache_dtype = kv_cache_dtype
         self.dtype = dtype or torch.get_default_dtype()
+        # A layer that is moved later is built on meta, or on the CPU because nobody named a device.
+        may_move = "meta" if device is not None else ("meta", "cpu")
+        device = torch.get_default_device() if device is None else torch.device(device)
+        known_device = None if device.type in may_move else device
         fp8 = CACHE_DTYPES[kv_cache_dtype]
-        self.cache_dtype = self.dtype if fp8 is None else native_dtype(fp8, device)
+        self.cache_dtype = self.dtype if fp8 is None else native_dtype(fp8, known_device)
         if fp8 is None and (quantize_query or quantize_probs or calculate_kv_scales):
             raise ValueError(
                 "quantize_query, quantize_probs and calculate_kv_scales need an FP8 cache, kv_cache_dtype is 'auto'"
@@ -110,7 +122,7 @@ class Attention(nn.Module):
             sinks=sinks,
             quantize_query=bool(quantize_query),
             quantize_probs=quantize_probs,
-            device=None if device is None or torch.device(device).type == "meta" else torch.device(device).type,
+            device=None if known_device is None else known_device.type,
         )
         self.backend = backends.choose(backend, request)
         if quantize_query is None:
@@ -119,7 +131,7 @@ class Attention(nn.Module):
         self.calculate_kv_scales = calculate_kv_scales
         self._given: set[str] = set()  # scales that a checkpoint or a caller has set
         for name, default in self._defaults().items():
-            self.register_buffer(name, default.to(device or torch.get_default_device()), persistent=False)
+            self.register_buffer(name, default.to(device), persistent=False)
         self.register_parameter(
             "sinks", nn.Parameter(torch.zeros(num_heads, dtype=self.dtype, device=device)) if sinks else None
         )
@@ -186,24 +198,22 @@ class Attention(nn.Module):
 
         Each may also be FP8 codes of cache_dtype, already quantised with the layer's scale for it.
         key and value None: nothing is written, for a layer that reads what another one has written.
-        output_scale: fp32, one element: the output leaves as FP8 codes, of output_dtype (cache_dtype if None).
+        output_scale: fp32, one element: the output leaves as FP8 codes.
         output_group_size: the output leaves as FP8 codes with a scale, chosen on the way, for each so many columns of a
         head.
+        output_dtype: of those codes; the cache's dtype if None, or e4m3 as the device has it if the cache is not FP8.
 
         Returns [tokens, num_heads, head_dim], in the layer's dtype if it leaves unquantised, and with output_group_size
         the fp32 scales, [tokens, num_heads, head_dim // output_group_size], as well. Padding is 0.
         """
         cache = self._checked_cache(query, key, value)
-        self._check_output(output_scale, output_group_size, output_dtype)
+        out_dtype = self._output_dtype(output_scale, output_group_size, output_dtype, query.device)
         if self.calculate_kv_scales:
             self._calculate_scales(query, key, value, metadata)
         k_scale, v_scale = (self._k_scale, self._v_scale) if self.quantized else (None, None)
         if key is not None and value is not None:
             scales = (None, None) if key.dtype in FP8_DTYPES else (k_scale, v_scale)
             kv_cache_write(key, value, cache.key, cache.value, metadata.slot_mapping, *scales)
-        out_dtype = self.dtype
-        if output_scale is not None or output_group_size is not None:
-            out_dtype = output_dtype or (self.cache_dtype if self.quantized else native_dtype(torch.float8_e4m3fn))
         if self.quantize_query and query.dtype not in FP8_DTYPES:
             query = quantize(query, self._q_scale, self.cache_dtype)
         return self.backend.attend(
@@ -223,20 +233,23 @@ class Attention(nn.Module):
         """Set scales by their names in a checkpoint: q_scale, k_scale, v_scale, prob_scale, or kv_scale for two.
 
         ``value = code * scale`` with codes in e4m3fn (or e5m2); on hardware with the fnuz form the layer uses twice
-        the scale. Changed in place, so that compiled and captured graphs follow.
+        the scale. Changed in place, so that compiled and captured graphs follow. calculate_kv_scales leaves it alone.
 
-        Raises ValueError for another name and for a scale that is not one positive, finite number.
+        Raises ValueError for another name and for a scale that is not one positive, finite number; none is set then.
         """
+        scales = {}
         for name, value in _split_kv_scale(values).items():
             if name not in SCALES:
                 raise ValueError(f"scales are {list(SCALES)} and kv_scale, got {name!r}")
             buffer = self._buffers[SCALES[name]]
             if buffer is None or buffer.is_meta:
                 raise ValueError(f"{name} cannot be set on the meta device: call to_empty first")
-            buffer.copy_(self._native_scale(name, value))
+            scales[name] = buffer, self._native_scale(name, value)
+        for name, (buffer, scale) in scales.items():
+            buffer.copy_(scale)
             self._given.add(name)
-        if {"k_scale", "v_scale"} <= self._given:
-            self._uncalibrated.fill_(False)
+            if name in CALCULATED:
+                self._uncalibrated[CALCULATED.index(name)] = False
 
     def process_weights_after_loading(self, name: str = "", *, device: torch.device | str | None = None) -> None:
         """Settle the scales when all weights are in, whatever loaded them.
@@ -261,10 +274,7 @@ class Attention(nn.Module):
                 current.copy_(default)
         used = ["k_scale", "v_scale", *["q_scale"] * self.quantize_query, *["prob_scale"] * self.quantize_probs]
         if self.calculate_kv_scales:
-            if not {"k_scale", "v_scale"} <= self._given:
-                used = [scale for scale in used if scale == "prob_scale"]
-            else:
-                self._uncalibrated.fill_(False)
+            used = [scale for scale in used if scale not in CALCULATED]
         missing = [scale for scale in used if scale not in self._given]
         if self.quantized and missing:
             warnings.warn(
@@ -276,7 +286,8 @@ class Attention(nn.Module):
     def _defaults(self) -> dict[str, Tensor]:
         values = dict.fromkeys(SCALES.values(), 1.0) | RANGES
         fp32 = {buffer: torch.tensor(x, dtype=torch.float32, device="cpu") for buffer, x in values.items()}
-        return fp32 | {"_uncalibrated": torch.tensor(self.calculate_kv_scales, device="cpu")}
+        uncalibrated = [self.calculate_kv_scales and scale not in self._given for scale in CALCULATED]
+        return fp32 | {"_uncalibrated": torch.tensor(uncalibrated, device="cpu")}
 
     def _calculate_scales(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, metadata: AttentionMetadata
@@ -284,16 +295,18 @@ class Attention(nn.Module):
         """The scales of the first batch, without a branch on the device's values; padding does not count."""
         token = metadata.is_token[:, None, None]
         first = self._uncalibrated & token.any()
-        for x, scale, limit in (
-            (query, self._q_scale, self.q_range),
-            (key, self._k_scale, self.k_range),
-            (value, self._v_scale, self.v_range),
+        for i, (x, scale, limit) in enumerate(
+            (
+                (query, self._q_scale, self.q_range),
+                (key, self._k_scale, self.k_range),
+                (value, self._v_scale, self.v_range),
+            )
         ):
             if x is None or x.dtype in FP8_DTYPES or x.shape[0] == 0:
                 continue
             amax = torch.where(token, x.detach().float().abs(), 0.0).flatten().amax()
             chosen = torch.where((amax > 0.0) & amax.isfinite(), amax / limit, 1.0)
-            scale.copy_(torch.where(first, chosen, scale))
+            scale.copy_(torch.where(first[i], chosen, scale))
         self._uncalibrated.copy_(self._uncalibrated & ~first)
 
     def _checked_cache(
@@ -322,27 +335,35 @@ class Attention(nn.Module):
                 raise ValueError(f"{name} is on {device}, the query on {query.device}: move the layer with .to()")
         return self.kv_cache
 
-    def _check_output(self, scale: Tensor | None, group_size: int | None, dtype: torch.dtype | None) -> None:
+    def _output_dtype(
+        self, scale: Tensor | None, group_size: int | None, dtype: torch.dtype | None, device: torch.device
+    ) -> torch.dtype:
+        """What the output leaves in. Raises ValueError or TypeError for an output that there is not."""
         if scale is None and group_size is None:
             if dtype is not None:
                 raise ValueError("output_dtype goes with output_scale or output_group_size")
-            return
+            return self.dtype
         if scale is not None and not isinstance(scale, Tensor):
             raise TypeError(f"output_scale must be a tensor, read on the device in each call, got {scale!r}")
         if scale is not None and group_size is not None:
             raise ValueError("output_scale is one given scale, output_group_size asks for many: give one of them")
         if group_size is not None and (group_size < 1 or self.head_dim % group_size):
             raise ValueError(f"output_group_size must divide head_dim, {self.head_dim}, got {group_size}")
-        dtype = dtype or torch.float8_e4m3fn
+        dtype = dtype or (self.cache_dtype if self.quantized else native_dtype(torch.float8_e4m3fn, device))
         spec = QuantSpec(dtype) if group_size is None else QuantSpec(dtype, "group", group_size, static=False)
         if not self.backend.supports_fused_output_quant(spec):
             raise ValueError(f"backend {self.backend.name} has no output quantised as {spec}")
+        return dtype
 
     def _native_scale(self, name: str, value: Tensor | float) -> Tensor:
-        scale = torch.as_tensor(value, dtype=torch.float32).detach()
-        if scale.numel() != 1 or not 0.0 < float(scale) < math.inf:
-            raise ValueError(f"{name} must be one positive, finite number, got {value}")
-        scale = scale.reshape(())
+        wrong = ValueError(f"{name} must be one positive, finite number, got {value!r}")
+        try:
+            scale = value.detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+        except (TypeError, ValueError, RuntimeError):  # text, None, lists of them
+            raise wrong from None
+        if scale.is_meta or scale.is_complex() or scale.numel() != 1 or not 0.0 < float(scale.float()) < math.inf:
+            raise wrong
+        scale = scale.float().reshape(())
         return scale * FNUZ_FACTOR if self._fnuz and name != "prob_scale" else scale
 
     @property
@@ -370,7 +391,9 @@ class Attention(nn.Module):
             if buffer is not None and buffer.is_meta:
                 if not local_metadata.get("assign_to_params_buffers", False):
                     continue  # like any other weight: there is nothing to copy to
-                self._buffers[SCALES[name]] = torch.ones((), device=torch.as_tensor(value).device)
+                self._buffers[SCALES[name]] = torch.ones(
+                    (), device=value.device if isinstance(value, Tensor) else "cpu"
+                )
             try:
                 self.set_scales(**{name: value})
             except ValueError as error:
@@ -379,8 +402,8 @@ class Attention(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         names = set(self._given)
-        if self.calculate_kv_scales and not self._uncalibrated.is_meta and not self._uncalibrated:
-            names |= {"q_scale", "k_scale", "v_scale"}
+        if self.calculate_kv_scales and not self._uncalibrated.is_meta:
+            names |= {name for name, yet_to in zip(CALCULATED, self._uncalibrated.tolist(), strict=True) if not yet_to}
         for name in SCALES:
             if name in names and self.quantized:
                 scale = self._buffers[SCALES[name]]
@@ -389,17 +412,22 @@ class Attention(nn.Module):
                 destination[prefix + name] = scale / FNUZ_FACTOR if halved else scale
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Attention":
-        defaults = self._defaults()
-        before = {name: self._buffers[name] for name in defaults}
+        before = {name: self._buffers[name] for name in self._defaults()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        lost = set()
         for name, old in before.items():
             new = self._buffers[name]
             if old is None or new is None:
                 continue
             if new.dtype != old.dtype:
-                self._buffers[name] = old.to(new.device)
-            elif old.is_meta and not new.is_meta:  # to_empty leaves whatever was there
-                new.copy_(defaults[name])
+                new = self._buffers[name] = old.to(new.device)
+            if not _has_values_of(new, old):
+                lost.add(name)
+        if lost:
+            self._given -= {scale for scale, buffer in SCALES.items() if buffer in lost}
+            defaults = self._defaults()  # without what is no longer given
+            for name in lost | {"_uncalibrated"}:
+                self._buffers[name].copy_(defaults[name])  # type: ignore[union-attr]
         return self
 
     def extra_repr(self) -> str:
@@ -411,10 +439,22 @@ class Attention(nn.Module):
         )
 
 
+def _is_finite(x: object) -> bool:
+    return isinstance(x, int | float) and math.isfinite(x)
+
+
+def _has_values_of(new: Tensor, old: Tensor) -> bool:
+    """Whether ``Module._apply`` has carried the values over: to_empty, from meta or not, leaves whatever was there."""
+    if new.is_meta or old.is_meta:
+        return new.is_meta and old.is_meta
+    return new is old or isinstance(new, FakeTensor) or torch.equal(new.cpu(), old.cpu())
+
+
 def _split_kv_scale(values: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
     """kv_scale, which older checkpoints have, stands for those of k_scale and v_scale that are not given."""
     split = dict(values)
-    if (both := split.pop("kv_scale", None)) is not None:
+    if "kv_scale" in split:
+        both = split.pop("kv_scale")
         split = {"k_scale": both, "v_scale": both} | split
     return split
 

@@ -48,7 +48,8 @@ class AttentionMetadata:
         tokens: int | None = None,
         max_query_len: int | None = None,
     ) -> "AttentionMetadata":
-        """The metadata of a batch whose lengths the host knows, on block_table's device.
+        """The metadata of a batch whose lengths the host knows, on block_table's device. Reads
+        block_table, so on a GPU the host waits for it.
 
         query_lens: new tokens of each sequence. seq_lens: with them. Sequences that block_table has beyond these pad
         the batch, and so do tokens beyond the sum of query_lens.
@@ -70,14 +71,15 @@ class AttentionMetadata:
         if max_query_len is not None and max(query_lens, default=0) > max_query_len:
             raise ValueError(f"max_query_len is {max_query_len}, got query_lens {list(query_lens)}")
         padding = [0] * (seqs - len(seq_lens))
-        query = torch.tensor([*query_lens, *padding])
-        length = torch.tensor([*seq_lens, *padding])
-        start = torch.cat([torch.zeros(1, dtype=torch.int64), query.cumsum(0)])
+        query, length = (torch.tensor([*x, *padding], dtype=torch.int64, device="cpu") for x in (query_lens, seq_lens))
+        start = torch.cat([query.new_zeros(1), query.cumsum(0)])
         # Not by repeat_interleave, which wakes all threads of a CPU for a few numbers: milliseconds on a busy one.
-        seq = torch.tensor([s for s, count in enumerate(query_lens) for _ in range(count)], dtype=torch.int64)
-        position = torch.arange(total) - start[seq] + (length - query)[seq]
+        seq = torch.tensor(
+            [s for s, count in enumerate(query_lens) for _ in range(count)], dtype=torch.int64, device="cpu"
+        )
+        position = torch.arange(total, device="cpu") - start[seq] + (length - query)[seq]
         page = block_table.cpu()[seq, position // page_size].long()
-        slots = torch.full((tokens,), -1, dtype=torch.int64)
+        slots = query.new_full((tokens,), -1)
         slots[:total] = page * page_size + position % page_size
         device = block_table.device
         return cls(
@@ -204,5 +206,5 @@ class StaticKVCache(PagedKVCache):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StaticKVCache":
         super()._apply(fn, recurse)
         if not self.block_table.is_meta:  # to_empty leaves whatever was there
-            self.block_table.copy_(torch.arange(self.pages, dtype=torch.int32)[:, None])
+            self.block_table.copy_(torch.arange(self.pages, dtype=torch.int32, device="cpu")[:, None])
         return self

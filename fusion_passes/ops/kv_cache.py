@@ -100,7 +100,7 @@ def check_batch(
             f"seq_lens asks for {int(lengths.max())}"
         )
     first_key = torch.zeros_like(lengths) if window is None else (lengths - queries - window + 1).clamp_min(0)
-    column = torch.arange(table.shape[1])
+    column = torch.arange(table.shape[1], device=table.device)
     used = ((column + 1) * page_size > first_key[:, None]) & (column * page_size < lengths[:, None])
     outside = used & ((table < 0) | (table >= pages))
     if bool(outside.any()):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from fusion_passes.nn import (
@@ -265,6 +266,37 @@ def test_a_dtype_change_spares_scales_and_cache():
     assert not [n for n in attention.state_dict() if "cache" in n]
 
 
+@pytest.mark.parametrize("through", [nn.Module, Attention])
+@pytest.mark.parametrize("calculate", [False, True])
+def test_to_empty_takes_away_what_was_given(monkeypatch, calculate, through):
+    """Memory that nobody has written is not a scale, wherever the layer was before."""
+    monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: torch.full_like(x, -195701, **kwargs))
+    for was in ("cpu", "meta"):
+        attention = layer(calculate_kv_scales=calculate, quantize_probs=True).to(was)
+        (nn.Sequential(attention) if through is nn.Module else attention).to_empty(device="cpu")
+        fresh = Attention(4, 2, 16, kv_cache_dtype="fp8_e4m3", calculate_kv_scales=calculate, quantize_probs=True)
+        for _ in range(2):
+            for (name, a), b in zip(attention.named_buffers(), fresh.buffers(), strict=True):
+                assert torch.equal(a, b), name
+            assert not attention.state_dict()
+            with pytest.warns(UserWarning, match="prob_scale = 1, which no checkpoint has set"):
+                attention.process_weights_after_loading()
+
+
+def test_what_is_carried_over_stays_given():
+    attention = Attention(4, 2, 16, kv_cache_dtype="fp8_e4m3", calculate_kv_scales=True, device="meta")
+    attention.load_state_dict({"k_scale": torch.tensor(0.5)}, assign=True)
+    attention._apply(lambda x: torch.full_like(x, 7, device="cpu") if x.is_meta else x)
+    assert (attention._q_scale, attention._k_scale, attention._v_scale) == (1.0, 0.5, 1.0)
+    assert attention._uncalibrated.tolist() == [True, False, True]
+    attention = layer().double().to("cpu")
+    attention.process_weights_after_loading()
+    assert {name: round(float(x), 6) for name, x in attention.state_dict().items()} == SCALES
+    with FakeTensorMode():
+        assert Attention(4, 2, 16, kv_cache_dtype="fp8_e4m3").to("meta")._k_scale.is_meta
+        assert Attention(4, 2, 16, kv_cache_dtype="fp8_e4m3").to_empty(device="cpu")._k_scale.shape == ()
+
+
 @pytest.mark.gpu
 def test_to_device():
     attention = layer()
@@ -302,7 +334,82 @@ def test_scales_of_the_first_batch(compiled):
     again = Attention(4, 2, 16, kv_cache_dtype="fp8_e4m3", calculate_kv_scales=True)
     again.load_state_dict(attention.state_dict())
     assert float(again._k_scale) == scales[1]
-    assert not again._uncalibrated
+    assert not again._uncalibrated.any()
+
+
+@pytest.mark.parametrize("given", [{"k_scale": 0.5, "q_scale": 0.125}, {"kv_scale": 0.25}, {"v_scale": 0.5}], ids=str)
+@pytest.mark.parametrize("late", [False, True])
+def test_the_first_batch_leaves_given_scales_alone(given, late):
+    attention = Attention(4, 2, 16, kv_cache_dtype="fp8_e4m3", calculate_kv_scales=True, block_size=16, dtype=BF16)
+    if not late:
+        attention.load_state_dict({name: torch.tensor(x) for name, x in given.items()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention.process_weights_after_loading()
+    attention.allocate_cache(7)
+    run = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    _, metadata = next(steps(shuffled(), 16))
+    x = torch.randn(14, 8, 16).bfloat16()
+    x[3, 2, 1], x[4, 4, 2], x[5, 7, 3] = 30.0, -50.0, 20.0
+    qkv = x.split([4, 2, 2], 1)
+    with torch.no_grad():
+        if late:  # what is compiled follows
+            run(*(y[:0] for y in qkv), AttentionMetadata.from_lengths([], [], shuffled(), 16))
+            attention.set_scales(**given)
+        run(*qkv, metadata)
+    if "kv_scale" in given:
+        given = dict.fromkeys(("k_scale", "v_scale"), given["kv_scale"])
+    expected = {"q_scale": 30 / 200, "k_scale": 50 / 200, "v_scale": 20 / 100} | given
+    found = {name: float(x) for name, x in attention.state_dict().items()}
+    torch.testing.assert_close(found, expected)
+    assert not attention._uncalibrated.any()
+
+
+@pytest.mark.parametrize("value", ["x", None, 2j, [0.1, 0.2], 1e-60, torch.tensor(0.5, device="meta")], ids=str)
+def test_scales_that_are_no_numbers(value):
+    attention = layer()
+    for name in ("k_scale", "kv_scale"):
+        with pytest.raises(ValueError, match="k_scale must be one positive, finite number, got"):
+            attention.set_scales(v_scale=0.5, **{name: value})
+    assert attention._v_scale == torch.tensor(SCALES["v_scale"])  # all or none
+
+
+# The device that is meant where none is named
+
+
+def test_a_default_device_is_the_device_of_the_layer(monkeypatch):
+    with torch.device("meta"):
+        attention = Attention(4, 2, 96, backend="flex", dtype=BF16, sinks=True)
+    assert {x.device.type for x in (*attention.buffers(), *attention.parameters())} == {"meta"}
+    monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("mps"))  # which needs no such device
+    with pytest.raises(ValueError, match="device mps is not among cuda"):
+        Attention(4, 2, 96, backend="flex", dtype=BF16)
+
+
+def test_what_a_layer_is_moved_to_is_not_known_when_it_is_built(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "fusion_passes.nn.attention.native_dtype", lambda dtype, device=None: seen.append(device) or dtype
+    )
+    for device in (None, "meta", "cpu"):
+        Attention(4, 2, 16, kv_cache_dtype="fp8_e4m3", device=device)
+    assert seen == [None, None, torch.device("cpu")]
+
+
+def test_a_default_device_is_not_that_of_the_host():
+    attention = layer()
+    cache = attention.allocate_static_cache(2, 40)
+    inputs = torch.randn(3, 8, 16).bfloat16().split([4, 2, 2], 1)
+    table = cache.block_table
+    expected = AttentionMetadata.from_lengths([2, 1], [20, 1], table, cache.page_size)
+    with torch.device("meta"):
+        attention.to("cpu").set_scales(k_scale=0.5)
+        attention.process_weights_after_loading()
+        metadata = AttentionMetadata.from_lengths([2, 1], [20, 1], table, cache.page_size)
+        out = attention(*inputs, metadata)
+    assert out.device.type == "cpu"
+    for a, b in zip(pytree.tree_leaves(metadata), pytree.tree_leaves(expected), strict=True):
+        assert torch.equal(a, b)
 
 
 # Metadata, caches, backends
@@ -347,6 +454,12 @@ def test_bad_arguments():
         (dict(heads=4, kv_heads=3), "num_heads must be a multiple"),
         (dict(window=0), "1 or more, got 0"),
         (dict(softcap=-2.0), "softcap must be positive"),
+        (dict(heads=4.0), "all sizes positive integers"),
+        (dict(window=2.5), "1 or more, got 2.5"),
+        (dict(softcap=torch.nan), "softcap must be positive, or 0 for none, got nan"),
+        (dict(softcap="30"), "softcap must be positive, or 0 for none, got '30'"),
+        (dict(scale=torch.nan), "scale must be a finite number"),
+        (dict(scale="1"), "scale must be a finite number"),
         (dict(kv_cache_dtype="fp8"), "kv_cache_dtype must be one of"),
         (dict(kv_cache_dtype="auto", calculate_kv_scales=True), "need an FP8 cache"),
     ):

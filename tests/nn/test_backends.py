@@ -217,7 +217,21 @@ def test_output_that_is_refused():
             attention(*inputs, **options)
     attention.backend = Narrow
     with pytest.raises(ValueError, match="backend narrow has no output quantised as QuantSpec"):
-        attention._check_output(torch.tensor(0.5), None, None)
+        attention._output_dtype(torch.tensor(0.5), None, None, torch.device("cpu"))
+
+
+def test_the_backend_is_asked_about_the_output_that_it_writes(monkeypatch):
+    asked = []
+    supports = backends.SDPA.supports_fused_output_quant
+    monkeypatch.setattr(
+        backends.SDPA, "supports_fused_output_quant", lambda spec: asked.append(spec.dtype) or supports(spec)
+    )
+    for cache_dtype, dtype in (("fp8_e5m2", torch.float8_e5m2), ("fp8_e4m3", E4M3), ("auto", E4M3)):
+        attention, inputs = batch(backend="sdpa", kv_cache_dtype=cache_dtype)
+        assert attention(*inputs, output_scale=torch.tensor(0.5)).dtype == dtype
+        assert asked.pop() == dtype
+        assert attention(*inputs, output_group_size=16)[0].dtype == dtype
+        assert asked.pop() == dtype
 
 
 # FlexAttention. On the CPU its mask and its layout are tested, run by a dense product: the kernel needs a GPU.
