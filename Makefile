@@ -89,6 +89,10 @@ demo: $(READY) ## show what the passes do to an unmodified Hugging Face Llama
 bench: $(READY) ## run the benchmarks (needs a CUDA card) and write their figures where they are kept
 	$(PYTHON) benchmarks/attention_quant.py --suite target --record benchmarks/results
 	$(PYTHON) benchmarks/attention_quant.py --level kernel --suite spread --record fusion_passes/measured
+	$(PYTHON) benchmarks/kv_attention.py --sections decode prefill --record benchmarks/results
+	$(PYTHON) benchmarks/kv_attention.py --sections rope_write quantisation --record fusion_passes/measured
+	$(PYTHON) benchmarks/decode.py --record benchmarks/results
+	$(PYTHON) benchmarks/accuracy.py --record benchmarks/results --write-docs
 
 docs: $(READY) ## build the pages of docs/ into site/
 	$(PYTHON) -m pip install -q --disable-pip-version-check 'mkdocs>=1.6,<2'

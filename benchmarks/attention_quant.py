@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
-from common import microseconds, write
+from common import microseconds, needs_a_card, why_declined, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -150,9 +150,11 @@ def contenders(shape: Shape, backends: Sequence[str] = tuple(BACKENDS)) -> dict[
 
 
 def compiled_contenders(
-    shape: Shape, backends: Sequence[str]
+    shape: Shape, backends: Sequence[str], declined: dict[str, str]
 ) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
-    """The whole function through stock `torch.compile` under each backend, and with the pass; matches of each."""
+    """The whole function through stock `torch.compile` under each backend, and with the pass; matches of each.
+
+    declined: takes the backends that do not run this, with the reason."""
     q, k, v, mask, scale = inputs(shape)
 
     def layer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: Tensor) -> Tensor:
@@ -181,19 +183,23 @@ def compiled_contenders(
         report = Report()
         try:
             functions[name] = compiled(backend, config, report)
-        except RuntimeError:  # a backend that declines
+        except RuntimeError as error:
+            if (why := why_declined(error)) is None:
+                raise
+            declined[name] = why
             continue
-        matches[name] = report.count()
+        matches[name] = report.count(rule="attention_quant")
     return functions, matches
 
 
 def measure(shape: Shape, level: str, backends: Sequence[str]) -> dict[str, object]:
     row: dict[str, object] = {"shape": asdict(shape)}
+    declined: dict[str, str] = {}
     if level == "compile":
-        functions, row["matches"] = compiled_contenders(shape, backends)
+        functions, row["matches"] = compiled_contenders(shape, backends, declined)
     else:
         functions = contenders(shape, backends)
-    times = microseconds(functions)
+    times = microseconds(functions, declined=declined)
     stock = {name: time for name, time in times.items() if name in BACKENDS}
     ours = {name: time for name, time in times.items() if name not in BACKENDS}
     best = min(stock, key=stock.__getitem__) if stock else None
@@ -201,6 +207,7 @@ def measure(shape: Shape, level: str, backends: Sequence[str]) -> dict[str, obje
         "microseconds": {name: round(time, 2) for name, time in times.items()},
         "best_stock": best,
         "ratio": {name: round(stock[best] / time, 3) for name, time in ours.items()} if best else {},
+        "declined": declined,
     }
     return row
 
@@ -217,7 +224,7 @@ def tune(shape: Shape) -> None:
         for config in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))
         if config[:3] != (64, 128, 8)
     }
-    times = sorted(microseconds(functions, 10.0).items(), key=lambda item: item[1])
+    times = sorted(microseconds(functions, 10.0, declined={}).items(), key=lambda item: item[1])
     print(shape, " ".join(f"{name} {time:.1f}" for name, time in times[:6]), flush=True)
 
 
@@ -232,6 +239,7 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=1, help="tune every so many shapes: compile in several processes")
     parser.add_argument("--record", type=Path, metavar="DIR", help="write the figures as JSON into DIR")
     arguments = parser.parse_args()
+    needs_a_card(parser)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")  # SDPA says at length why each backend declined
     if arguments.suite == "tune":

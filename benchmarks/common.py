@@ -4,6 +4,7 @@ Contenders run inside CUDA graphs, so that launches cost none of them anything, 
 clocks.
 """
 
+import argparse
 import datetime
 import json
 import statistics
@@ -14,6 +15,26 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 Call = Callable[[], object]
+
+DECLINED = ("No available kernel", "cuDNN Frontend error")
+"""What torch says, in a RuntimeError, where an SDPA backend does not take a call; all other errors are failures."""
+
+
+def needs_a_card(parser: argparse.ArgumentParser) -> None:
+    """End the program with a sentence where there is nothing to measure on."""
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA card")
+
+
+def why_declined(error: Exception) -> str | None:
+    """The line that says so, where a backend declines or a configuration does not fit on the card; None for a
+    failure."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    if isinstance(error, OutOfResources):
+        return lines[0]
+    if not isinstance(error, RuntimeError):
+        return None
+    return next((line for line in lines for text in DECLINED if text in line), None)
 
 
 def capture(functions: Sequence[Call], calls: int) -> torch.cuda.CUDAGraph:
@@ -31,17 +52,25 @@ def capture(functions: Sequence[Call], calls: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def microseconds(functions: Mapping[str, Call | Sequence[Call]], milliseconds: float = 60.0) -> dict[str, float]:
-    """Median time of one call of each contender, inside graphs that are replayed in turn. Leaves out what cannot run.
+def microseconds(
+    functions: Mapping[str, Call | Sequence[Call]], milliseconds: float = 60.0, declined: dict[str, str] | None = None
+) -> dict[str, float]:
+    """Median time of one call of each contender, inside graphs that are replayed in turn.
 
     A contender may be several functions that do the same with other data, for a cold L2: they are called in turn.
+    declined: takes the names and reasons of contenders that cannot run here (`why_declined`), which are left out;
+    without it, and for every other error, the error is raised.
     """
     graphs = {}
     for name, contender in functions.items():
         turns = [contender] if callable(contender) else contender
         try:
             graph = capture(turns, len(turns))
-        except (RuntimeError, OutOfResources):  # a backend that declines, a configuration that does not fit
+        except (RuntimeError, OutOfResources) as error:
+            why = why_declined(error)
+            if declined is None or why is None:
+                raise
+            declined[name] = why
             torch.cuda.synchronize()
             continue
         rounds = max(1, min(20, round(1000 / max(1.0, replay(graph)))))

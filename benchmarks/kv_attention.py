@@ -1,9 +1,12 @@
 """Attention with a KV cache: decode, prefill and mixed batches, and the write to the cache.
 
-    python benchmarks/kv_attention.py --record benchmarks/results
+    python benchmarks/kv_attention.py --sections decode prefill --record benchmarks/results
+    python benchmarks/kv_attention.py --sections rope_write quantisation --record fusion_passes/measured
     python benchmarks/kv_attention.py --sections decode --quick
 
-Each section is a module in `benchmarks/kv`, whose docstring says what it compares with what.
+Each section is a module in `benchmarks/kv`, whose docstring says what it compares with what.  `decode` and `prefill`
+measure ops, and are kept in `benchmarks/results`; `rope_write` and `quantisation` measure fusions, whose profitability
+reads them from `fusion_passes/measured`.  A record is written after each row; it says "complete" once it has all.
 """
 
 import argparse
@@ -12,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch._inductor.config
-from common import write
+from common import needs_a_card, write
 
 SECTIONS = ("decode", "prefill", "rope_write", "quantisation")
 
@@ -26,11 +29,25 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only the cases with a target")
     parser.add_argument("--record", type=Path, metavar="DIR", help="write DIR/kv_attention-<section>.json")
     arguments = parser.parse_args()
+    needs_a_card(parser)
     torch.manual_seed(0)
     for section in arguments.sections:
-        rows = importlib.import_module(f"kv.{section}").run(arguments.quick)
-        if arguments.record:
-            write(arguments.record / f"kv_attention-{section}.json", {"section": section, "rows": rows})
+        run(section, arguments.quick, arguments.record)
+
+
+def run(section: str, quick: bool, record: Path | None) -> None:
+    """One section, recorded after each row, so that what was measured is not lost with what was not."""
+    rows: list[dict[str, object]] = []
+
+    def keep(*, complete: bool) -> None:
+        if record is not None:
+            figures = {"section": section, "quick": quick, "complete": complete, "rows": rows}
+            write(record / f"kv_attention-{section}.json", figures)
+
+    for row in importlib.import_module(f"kv.{section}").run(quick):
+        rows.append(row)
+        keep(complete=False)
+    keep(complete=True)
 
 
 if __name__ == "__main__":

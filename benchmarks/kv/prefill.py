@@ -8,7 +8,7 @@ chunk with the two results merged. The kernel under test reads FP8 queries, whic
 pays for making them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -170,7 +170,8 @@ def alternatives(batch: Batch) -> dict[str, Callable[[], object]]:
 
 def measure(parts: tuple[Part, ...], cache_dtype: torch.dtype, milliseconds: float = 60.0) -> dict[str, object]:
     made = batch(parts, cache_dtype)
-    times = microseconds(alternatives(made) | {"paged": lambda: made()}, milliseconds)
+    declined: dict[str, str] = {}
+    times = microseconds(alternatives(made) | {"paged": lambda: made()}, milliseconds, declined)
     ours = times.pop("paged")
     best = min(times, key=times.__getitem__)
     pairs = sum(p.seqs * (p.tokens * p.context + p.tokens * (p.tokens + 1) / 2) for p in parts)
@@ -181,9 +182,14 @@ def measure(parts: tuple[Part, ...], cache_dtype: torch.dtype, milliseconds: flo
         "best_stock": best,
         "ratio": round(times[best] / ours, 3),
         "tflops": round(4 * HEADS * HEAD_DIM * pairs / ours / 1e6, 1),
+        "declined": declined,
     }
 
 
-def run(quick: bool) -> list[dict[str, object]]:
+def run(quick: bool) -> Iterator[dict[str, object]]:
     """One row for each batch and cache dtype. quick: the FP8 cache alone."""
-    return [measure(parts, dtype) for dtype in (E4M3, torch.bfloat16)[: 1 if quick else 2] for parts in CASES]
+    for dtype in (E4M3, torch.bfloat16)[: 1 if quick else 2]:
+        for parts in CASES:
+            row = measure(parts, dtype)
+            print(row, flush=True)
+            yield row

@@ -9,7 +9,7 @@
 Small batches are in the L2, as they are behind a projection; large ones go round more memory than it holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -142,7 +142,7 @@ def prepare(shape: Shape) -> tuple[dict[str, Sequence[Callable[[], object]]], di
         )
         with torch.no_grad():
             compiled(*turns[0].tensors)
-        matches[name] = report.count()
+        matches[name] = report.count(rule="rope_quant_kv_write")
         functions[name] = [lambda turn=turn, compiled=compiled: compiled(*turn.tensors) for turn in turns]
     functions["copy"] = [lambda turn=turn: torch.bitwise_not(turn.source, out=turn.target) for turn in turns]
     return functions, matches
@@ -162,12 +162,11 @@ def row(shape: Shape, times: dict[str, float], matches: dict[str, int]) -> dict[
     }
 
 
-def run(quick: bool) -> list[dict[str, object]]:
+def run(quick: bool) -> Iterator[dict[str, object]]:
     """The rows of the main shapes, and of others unless quick."""
-    rows = []
     for shape in MAIN if quick else MAIN + OTHERS:
         functions, matches = prepare(shape)
         with torch.no_grad():
-            rows.append(row(shape, microseconds(functions), matches))
-        print(f"{shape!s:44s} {rows[-1]}", flush=True)
-    return rows
+            found = row(shape, microseconds(functions), matches)
+        print(f"{shape!s:44s} {found}", flush=True)
+        yield found
