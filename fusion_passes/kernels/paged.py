@@ -26,6 +26,12 @@ def to_fp8(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def quantised(x, scale, dtype: tl.constexpr):
+    """The codes of a query, key or value: rounded division, so that all kernels and plain torch have the same."""
+    return to_fp8(tl.div_rn(x.to(tl.float32), scale), dtype)
+
+
+@triton.jit
 def page_of(table_ptr, key, columns, pages, PAGE: tl.constexpr):
     """The page (int64) of a key or of a tensor of keys. Outside the table or the cache it is the nearest one."""
     page = tl.load(table_ptr + tl.minimum(key // PAGE, columns - 1))
@@ -59,6 +65,7 @@ def store_rows(
         at = row[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
         tl.store(out_scales_ptr + at, scale, mask=own[:, None])
     elif dtype.is_fp8():
+        # Not `quantised`: what is divided is itself rounded in another order than elsewhere, and `/` is faster.
         x = x / scale_or_one(output_scale_ptr)
     if dtype.is_fp8():
         y = to_fp8(x, dtype)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, scale_or_one, store_rows, to_fp8
+from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, quantised, scale_or_one, store_rows, to_fp8
 from fusion_passes.quant import FP8_DTYPES
 
 MAX_QUERY_LEN = 16
@@ -57,7 +57,7 @@ def _prepare_query(q, factor, q_scale_ptr, KEY: tl.constexpr, VALUE: tl.constexp
     """The query rows [BLOCK_M, HEAD_DIM] as the matrix unit takes them, in VALUE, and the positive factor of a logit,
     for all rows or for each."""
     if KEY.is_fp8() and q_scale_ptr is not None and not q.dtype.is_fp8():
-        q = to_fp8(tl.div_rn(q.to(tl.float32), tl.load(q_scale_ptr)), KEY)
+        q = quantised(q, tl.load(q_scale_ptr), KEY)
     # A maximum times the factor is the maximum of the products only for a positive factor: the query takes the sign.
     sign = tl.where(factor < 0.0, -1.0, 1.0)
     factor = tl.maximum(tl.abs(factor), 1e-30, propagate_nan=tl.PropagateNan.ALL)  # 0 * -inf would be NaN
@@ -248,10 +248,12 @@ def _split(
             page = page_of(table_ptr, start * BLOCK_N, columns, pages, PAGE)
         else:
             page = page_of(table_ptr, start * BLOCK_N + tl.arange(0, BLOCK_N), columns, pages, PAGE)
-    length = tl.minimum(tl.load(length_ptr + seq), columns * PAGE)
+    # Whatever the numbers of a batch are, nothing outside of a tensor is touched: neither a sum that overflows nor a
+    # length or start below 0 becomes an address.
+    length = tl.maximum(tl.minimum(tl.load(length_ptr + seq), columns * PAGE), 0)
     first_token = tl.load(start_ptr + seq)
     queries = tl.load(start_ptr + seq + 1) - first_token
-    padding = tl.load(start_ptr + seqs) + seq
+    padding = tl.maximum(tl.load(start_ptr + seqs) + seq, 0)
     row = first_row + tl.arange(0, BLOCK_M)
     token = row // GROUP
     head = kv_head * GROUP + row % GROUP
@@ -270,10 +272,10 @@ def _split(
             at = padding.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + some
             store_rows(out_ptr, out_scales_ptr, output_scale_ptr, nothing, at, some < GROUP, HEAD_DIM, GROUP_SIZE)
             padding += seqs
-    if queries > most or first_row >= queries * GROUP:
+    if queries < 1 or queries > most or first_row >= queries * GROUP:
         return
     long_token = (first_token + token).to(tl.int64)
-    real = (token < queries) & (long_token < tokens)
+    real = (token < queries) & (long_token >= 0) & (long_token < tokens)
     position = length - queries + token
     if first_token != expected_token:
         q = tl.load(q_tile + (long_token * q_token)[:, None], mask=real[:, None], other=0.0)
@@ -346,7 +348,7 @@ def _combine(
     weight = scale_or_one(v_scale_ptr)
     head = kv_head * GROUP + row % GROUP
     long_token = (first_token + row // GROUP).to(tl.int64)
-    if queries > most or row >= queries * GROUP or long_token >= tokens:
+    if queries < 1 or queries > most or row >= queries * GROUP or long_token < 0 or long_token >= tokens:
         if EARLY:
             tl.extra.cuda.gdc_wait()  # what comes after this kernel must not overtake the one before it
         return

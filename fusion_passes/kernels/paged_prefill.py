@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, scale_or_one, store_rows, to_fp8
+from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, quantised, scale_or_one, store_rows, to_fp8
 from fusion_passes.quant import FP8_DTYPES
 
 SEARCHED = tl.constexpr(128)  # sequences looked at in one step of the search for a block's own
@@ -176,13 +176,16 @@ def _paged_prefill(
     seq, first_block = _sequence_of(block, query_start_ptr, seqs, GROUP, BLOCK_M)
     first_token = tl.load(query_start_ptr + seq)
     queries = tl.load(query_start_ptr + seq + 1) - first_token
-    length = tl.load(seq_lens_ptr + seq)
+    # Whatever the numbers of a batch are, nothing outside of a tensor is touched: neither a sum that overflows nor a
+    # length or start below 0 becomes an address.
+    length = tl.maximum(tl.minimum(tl.load(seq_lens_ptr + seq), columns * PAGE), 0)
+    present = tl.minimum(queries, tokens - tl.maximum(first_token, 0))
     first_row = (block - first_block) * BLOCK_M
-    if (queries <= longer_than) | (first_row >= queries * GROUP):
+    if (queries <= longer_than) | (first_token < 0) | (first_row < 0) | (first_row >= tl.maximum(present, 0) * GROUP):
         return
     rows = first_row + tl.arange(0, BLOCK_M)
     token = rows // GROUP
-    own = (token < queries) & (first_token + token < tokens)
+    own = token < present
     position = length - queries + token
     head = kv_head * GROUP + rows % GROUP
     long_token = (first_token + token).to(tl.int64)
@@ -193,7 +196,7 @@ def _paged_prefill(
     factor = scale * scale_or_one(q_scale_ptr) * scale_or_one(k_scale_ptr)
     if KEY.is_fp8():
         if q_scale_ptr is not None and not q.dtype.is_fp8():
-            q = to_fp8(q.to(tl.float32) / tl.load(q_scale_ptr), KEY)
+            q = quantised(q, tl.load(q_scale_ptr), KEY)
         if q.dtype == tl.bfloat16:
             # To fp16 without a loss: each row divided by a power of two, so that its largest number is near 1.
             largest = tl.max(tl.abs(q.to(tl.float32)), 1)
@@ -390,7 +393,7 @@ def _quantise(out_ptr, x_ptr, scale_ptr, x_token, x_head, rows, HEADS: tl.conste
     dims = tl.arange(0, HEAD_DIM)
     own = (row < rows)[:, None]
     x = tl.load(x_ptr + (row // HEADS * x_token + row % HEADS * x_head)[:, None] + dims[None, :], mask=own, other=0.0)
-    y = to_fp8(x.to(tl.float32) / tl.load(scale_ptr), out_ptr.dtype.element_ty)
+    y = quantised(x, tl.load(scale_ptr), out_ptr.dtype.element_ty)
     tl.store(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], y, mask=own)
 
 

@@ -45,13 +45,27 @@ def _add(a, b):
 
 
 @gluon.jit
+def _length(length, most_keys):
+    """A length as it is, unless it has no meaning: nothing that is made of it may overflow and become an address."""
+    return gl.maximum(gl.minimum(length, most_keys), 0)
+
+
+@gluon.jit
 def _blocks_of(s, batch, TOKENS: gl.constexpr):
     """Numbers of blocks of query rows of the sequences s; past the last sequence 0."""
-    query_start_ptr, seq_lens_ptr, seqs, longer_than = batch[0], batch[1], batch[4], batch[8]
+    query_start_ptr, seq_lens_ptr, seqs, longer_than, most_keys, tokens = (
+        batch[0],
+        batch[1],
+        batch[4],
+        batch[8],
+        batch[12],
+        batch[13],
+    )
     real = s < seqs
     queries = gl.load(query_start_ptr + s + 1, mask=real, other=0) - gl.load(query_start_ptr + s, mask=real, other=0)
-    context = gl.maximum(gl.load(seq_lens_ptr + s, mask=real, other=0) - queries, 0)
-    blocks = (context % TOKENS + queries + TOKENS - 1) // TOKENS
+    length = _length(gl.load(seq_lens_ptr + s, mask=real, other=0), most_keys)
+    context = gl.maximum(length - queries, 0)
+    blocks = (context % TOKENS + gl.minimum(queries, tokens) + TOKENS - 1) // TOKENS
     return gl.where(queries > longer_than, blocks, 0)
 
 
@@ -162,9 +176,16 @@ def _load(
     The first tile has the number of the program, the others come from a counter. Blocks of the last tokens go first.
     """
     q_desc, k_desc, v_desc, q_s, k_boxes, v_boxes, q_full, q_empty, k_full, k_empty, raw_full, raw_empty = memory
-    query_start_ptr, seq_lens_ptr, table_ptr, table_seq, _seqs, columns, pages, units, _, window, counter_ptr, packs = (
-        batch
+    query_start_ptr, seq_lens_ptr, table_ptr, table_seq, columns, pages, units = (
+        batch[0],
+        batch[1],
+        batch[2],
+        batch[3],
+        batch[5],
+        batch[6],
+        batch[7],
     )
+    window, counter_ptr, packs, most_keys = batch[9], batch[10], batch[11], batch[12]
     TOKENS: gl.constexpr = 2 * ROWS // PACK
     total = _count(batch, TOKENS) * units
     it = 0
@@ -177,13 +198,13 @@ def _load(
         seq, before = _find(block, batch, TOKENS)
         first_token = gl.load(query_start_ptr + seq)
         end_token = gl.load(query_start_ptr + seq + 1)
-        length = gl.load(seq_lens_ptr + seq)
+        length = _length(gl.load(seq_lens_ptr + seq), most_keys)
         queries = end_token - first_token
         context = gl.maximum(length - queries, 0)
         position = (context // TOKENS + block - before) * TOKENS
         token = first_token + position - context
         # An empty sequence with queries has a block of keys, all of them zeros.
-        last = gl.minimum(position // BLOCK_N, (columns * PAGE - 1) // BLOCK_N)
+        last = gl.minimum(position // BLOCK_N, (most_keys - 1) // BLOCK_N)
         key_blocks = last + 1
         if WINDOW:
             key_blocks -= gl.minimum(_first_key(position, length, queries, window) // BLOCK_N, last)
@@ -612,7 +633,7 @@ def _paged_prefill(
     w0: gl.constexpr = 0
     w1: gl.constexpr = 1
     batch = (query_start_ptr, seq_lens_ptr, table_ptr, table_seq, seqs, columns, pages, units, longer_than, window,
-             counter_ptr, packs)  # fmt: skip
+             counter_ptr, packs, columns * PAGE, tokens)  # fmt: skip
     epilogue = (out_ptr, out_scales_ptr, output_scale_ptr, sinks_ptr, out_factor, tokens, units * PACK, window)
     memory = (q_s, q_full, q_empty)
     rings = (k_s, v_s, k_full, k_empty, v_full, v_empty, turn)

@@ -16,7 +16,7 @@ from fusion_passes.quant import FP8_DTYPES, max_value
 def _rounded(x, scale, SCALED: tl.constexpr, INVERSE: tl.constexpr, LIMIT: tl.constexpr, dtype: tl.constexpr):
     """fp32 x as a tensor of this dtype holds it. LIMIT: the largest FP8 number, or 0 for a dtype that is no FP8."""
     if SCALED:
-        x = x * scale if INVERSE else x / scale
+        x = x * scale if INVERSE else tl.div_rn(x, scale)
     if LIMIT > 0.0:
         x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)

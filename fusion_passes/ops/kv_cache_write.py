@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusion_passes import reference
 from fusion_passes.ops import kv_cache
-from fusion_passes.ops.support import device_capability, triton_version
+from fusion_passes.ops.support import device_capability, on_its_device, triton_version
 from fusion_passes.quant import FP8_DTYPES, dtype_name
 from fusion_passes.symbolic import known
 
@@ -169,7 +169,7 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 _library.impl("kv_cache_write", _cpu, "CPU")
-_library.impl("kv_cache_write", _cuda, "CUDA")
+_library.impl("kv_cache_write", on_its_device(_cuda), "CUDA")
 torch.library.register_fake("fusion_passes::kv_cache_write", _fake, lib=_library)
 
 

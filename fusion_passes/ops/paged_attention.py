@@ -5,6 +5,8 @@ pages and scales stay on the device, so that a captured CUDA graph serves other 
 reference.
 """
 
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
@@ -15,6 +17,8 @@ from fusion_passes import reference
 from fusion_passes.ops import kv_cache, support
 from fusion_passes.quant import FP8_DTYPES, QuantSpec, choose_scale, quantize
 from fusion_passes.symbolic import known
+
+logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = ("auto", "triton", "gather")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -200,11 +204,17 @@ def _cuda(a: PagedAttentionArguments) -> Result:
         a.check_values()
     why = "it was not asked for" if a.implementation == "gather" else why_unsupported(a)
     if why is None:
-        with torch.cuda.device(a.query.device):
-            return _kernels(a)
+        return _kernels(a)
     if a.implementation == "triton":
         raise NotImplementedError(f"the Triton kernels do not support this call: {why}; implementation='auto' does")
+    if a.implementation == "auto":
+        _say_that_it_gathers(why)
     return gather(a)
+
+
+@functools.cache  # once for each reason
+def _say_that_it_gathers(why: str) -> None:
+    logger.warning("paged_attention gathers the pages, which is slow, because of the Triton kernels: %s", why)
 
 
 def why_unsupported(a: PagedAttentionArguments, capability: support.Capability | None = None) -> str | None:
@@ -248,7 +258,8 @@ def _kernels(a: PagedAttentionArguments) -> Result:
         *(a.query if a.query.stride(2) == 1 else a.query.contiguous(), a.key_cache, a.value_cache),
         *(a.block_table if a.block_table.stride(1) == 1 else a.block_table.contiguous(),),
         *(a.query_start.contiguous(), a.seq_lens.contiguous()),
-        *(a.q_scale, a.k_scale, a.v_scale, a.prob_scale, a.output_scale, a.sinks),
+        *(a.q_scale, a.k_scale, a.v_scale, a.prob_scale, a.output_scale),
+        *(None if a.sinks is None else a.sinks.contiguous(),),
     )
     longest = tokens if a.max_query_len is None else min(int(a.max_query_len), tokens)
     few = max(1, min(longest, paged_decode.MAX_QUERY_LEN))
@@ -351,7 +362,7 @@ def _register(name: str, schema: str, arguments: Callable[..., PagedAttentionArg
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _library.define(f"{name}{schema}", tags=tags)
     _library.impl(name, takes(_cpu), "CPU")
-    _library.impl(name, takes(_cuda), "CUDA")
+    _library.impl(name, support.on_its_device(takes(_cuda)), "CUDA")
     torch.library.register_fake(f"fusion_passes::{name}", takes(_fake), lib=_library)
 
 
@@ -404,7 +415,8 @@ def paged_attention(
     dtype: of the output, query's if None. FP8 output is ``saturate(attention / output_scale)``, from fp32.
     max_query_len: no sequence has more new tokens. A promise that saves work: 1 when all sequences decode.
     implementation: on a GPU "triton" for the kernels, NotImplementedError where they cannot; "gather" for plain torch,
-    slow; "auto" for "triton" unless ``why_unsupported`` has a reason. On the CPU all are the reference.
+    slow; "auto" for "triton" unless ``why_unsupported`` has a reason, then "gather" and a line in the log. On the
+    CPU all are the reference.
 
     Returns contiguous [tokens, heads, head_dim]. A token beyond query_start[-1], or of a sequence of length 0, is 0.
     What is not visible to any query is never multiplied, so stale NaN in unused slots stays there.

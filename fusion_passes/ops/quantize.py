@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusion_passes import quant
-from fusion_passes.ops.support import device_capability, triton_version
+from fusion_passes.ops.support import device_capability, on_its_device, triton_version
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -37,7 +37,8 @@ def _quantize_cuda(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         return out.copy_(quant.quantize(x, scale.reshape(()), dtype))
     from fusion_passes.kernels.quantize import by_scale
 
-    by_scale(x if x.stride() == out.stride() else x.contiguous(), scale, out)
+    # Where x has gaps, the order of out's dimensions is x's all the same, and need not be that of `x.contiguous()`.
+    by_scale(x if x.stride() == out.stride() else torch.empty_like(out, dtype=x.dtype).copy_(x), scale, out)
     return out
 
 
@@ -54,7 +55,7 @@ def _fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _library.impl("quantize_fp8", _quantize, "CPU")
-_library.impl("quantize_fp8", _quantize_cuda, "CUDA")
+_library.impl("quantize_fp8", on_its_device(_quantize_cuda), "CUDA")
 torch.library.register_fake("fusion_passes::quantize_fp8", _fake, lib=_library)
 
 

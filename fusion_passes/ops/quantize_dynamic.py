@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusion_passes import quant
 from fusion_passes.ops.quantize import has_kernel
+from fusion_passes.ops.support import on_its_device
 
 LARGEST_GROUP = 16384
 """Elements that a program of the kernel holds at once."""
@@ -84,7 +85,7 @@ def _fake(
 
 
 _library.impl("quantize_fp8_dynamic", _quantize, "CPU")
-_library.impl("quantize_fp8_dynamic", _quantize_cuda, "CUDA")
+_library.impl("quantize_fp8_dynamic", on_its_device(_quantize_cuda), "CUDA")
 torch.library.register_fake("fusion_passes::quantize_fp8_dynamic", _fake, lib=_library)
 
 

@@ -11,6 +11,7 @@ from fusion_passes import reference
 from fusion_passes.ops import kv_cache
 from fusion_passes.ops.kv_cache_write import KERNEL_DTYPES, has_kernel, scatter
 from fusion_passes.ops.kv_cache_write import validate as validate_write
+from fusion_passes.ops.support import on_its_device
 from fusion_passes.quant import FP8_DTYPES, saturate
 from fusion_passes.symbolic import known
 
@@ -225,7 +226,7 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 _library.impl("rope_quant_kv_write", _cpu, "CPU")
-_library.impl("rope_quant_kv_write", _cuda, "CUDA")
+_library.impl("rope_quant_kv_write", on_its_device(_cuda), "CUDA")
 torch.library.register_fake("fusion_passes::rope_quant_kv_write", _fake, lib=_library)
 
 

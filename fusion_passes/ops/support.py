@@ -2,9 +2,14 @@
 
 import functools
 import importlib.metadata
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 Capability = tuple[int, int]
 
 
@@ -18,6 +23,19 @@ def device_capability(device: torch.device) -> Capability | None:
 def device_name(device: torch.device) -> str | None:
     """Name of a GPU, as its driver gives it; None for anything else, and where there is none to ask."""
     return torch.cuda.get_device_name(device) if device_capability(device) is not None else None
+
+
+def on_its_device(
+    run: Callable[Concatenate[Tensor, Arguments], Result],
+) -> Callable[Concatenate[Tensor, Arguments], Result]:
+    """`run` with the device of its first argument as the current one, where Triton launches its kernels."""
+
+    @functools.wraps(run)
+    def guarded(x: Tensor, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with torch.cuda.device(x.device):
+            return run(x, *args, **kwargs)
+
+    return guarded
 
 
 @functools.cache

@@ -420,3 +420,14 @@ def test_metadata_never_compiles_again():
             part.query = reference.bits(part.query)[torch.arange(seqs, device=DEVICE) % 7].view(E4M3)
             check(*part.run(E4M3, splits=2))
     assert [len(cache) for cache in compiled] == before
+
+
+def test_strided_tensors():
+    """What says something of each head or sequence is read by its strides, or copied."""
+    problem = Problem(((20, 30), (1, 37), (3, 40)))
+    sinks = torch.randn(4, 3, device=DEVICE)[:, 0]
+    options = {**problem.scales, "scale": 0.31, "sinks": sinks}
+    batch = (problem.query, problem.key, problem.value, problem.table, problem.start, problem.lengths)
+    want = reference.paged_attention(*batch, **options, dtype=torch.float32)
+    wide = [torch.stack([x, torch.full_like(x, 7)], -1)[..., 0] for x in batch[3:]]
+    check(_kernels(PagedAttentionArguments(*batch[:3], *wide, **options)), want)

@@ -180,6 +180,9 @@ def test_query_quantised_inside(kernel):
     check(out, want)
     without = reference.paged_attention(*problem.batch, **problem.scales | {"q_scale": None}, scale=HEAD_DIM**-0.5)
     assert (want - without).norm() > 2 * (out.float() - want)[:-2].norm()
+    problem.query = quantize(problem.query, problem.scales["q_scale"])
+    outside, _ = problem.run(kernel)
+    assert torch.equal(out[:-2], outside[:-2])
 
 
 @kernels

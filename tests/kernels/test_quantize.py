@@ -1,12 +1,14 @@
 """The kernels of quantize_fp8 and quantize_fp8_dynamic against the plain form, bit by bit.  On a card if there is."""
 
 import math
+import sys
 
 import pytest
 import torch
 
 from fusion_passes.kernels import quantize as kernels
 from fusion_passes.nn import QuantFP8
+from fusion_passes.ops import quantize_fp8 as op
 from fusion_passes.quant import QuantSpec, choose_scale, quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -50,6 +52,25 @@ def test_by_group(shape, size, fp8, bound):
     want = choose_scale(x, QuantSpec(fp8, "group", size, static=False)).clamp_max(bound)
     same(scales, want)
     same(out, quantize(x, want, fp8))
+
+
+GAPS = {
+    "transposed slice": lambda x: x.transpose(0, 1)[..., :5],
+    "permuted slice": lambda x: x.permute(2, 0, 1)[1:, ::2],
+    "expanded": lambda x: x[:1].expand(4, 6, 8),
+    "transposed": lambda x: x.transpose(0, 2),
+    "contiguous": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("gaps", GAPS)
+def test_the_op_on_any_strides(gaps, monkeypatch):
+    """`empty_like` keeps the order of dimensions where x has gaps, `contiguous` does not."""
+    monkeypatch.setattr(sys.modules[op.__module__], "has_kernel", lambda x, dtype: True)
+    x, scale = GAPS[gaps](hard(4, 6, 8)), torch.tensor(0.0371, device=DEVICE)
+    out = sys.modules[op.__module__]._quantize_cuda(x, scale, E4M3)
+    assert out.stride() == torch.empty_like(x).stride()
+    same(out, quantize(x, scale, E4M3))
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from fusion_passes import reference
 from fusion_passes.kernels import rope_quant_kv_write as kernel
 from fusion_passes.nn import PagedKVCache
 from fusion_passes.ops import kv_cache_write, rope_quant_kv_write
-from fusion_passes.quant import FP8_DTYPES, codes
+from fusion_passes.quant import FP8_DTYPES, codes, quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
@@ -241,3 +241,28 @@ def test_it_compiles_for_hopper_with_wide_loads_and_without_shared_memory():
     assert write == ["write", "0", "True", "False"]
     assert halves == ["halves", "0", "True", "False"]
     assert neighbours[2:] == ["True", "False"]
+
+
+@pytest.mark.parametrize("name", ["rope_quant_kv_write", "kv_cache_write"])
+def test_codes_are_those_of_a_rounded_division(name):
+    """All 16-bit numbers by a scale that puts many of them between two codes; nothing is turned."""
+    every = torch.arange(2**16, device=DEVICE).to(torch.int16).view(BF16).view(-1, 2, 64)
+    slots = torch.arange(len(every), device=DEVICE)
+    caches = [torch.zeros(len(every) // 16, 2, 16, 64, dtype=E4M3, device=DEVICE) for _ in range(2)]
+    scale = torch.tensor(0.0371, device=DEVICE)
+    want = quantize(every, scale, E4M3)
+    if name == "kv_cache_write":
+        kernel.launch_write(every, every, *caches, slots, scale, scale)
+    else:
+        out, cos = torch.zeros_like(want), torch.ones(len(every), 1, device=DEVICE)
+        kernel.launch(
+            *(out, every, every, every, cos, torch.zeros_like(cos), None, *caches, slots, scale, scale, scale),
+            rotary_dim=2,
+            interleaved=False,
+            q_scale_factor=1.0,
+            q_scale_inverse=False,
+        )
+        passed = (slice(None), slice(None), slice(2, None))  # what is turned has inf - inf in it
+        assert torch.equal(codes(out[passed]), codes(want[passed]))
+    got = reference.bits(caches[1]).transpose(1, 2).reshape(want.shape)
+    assert torch.equal(codes(got.view(E4M3)), codes(want))

@@ -51,6 +51,18 @@ VALUES = {
     "page outside the cache": ({"block_table": ints([3, 4], [2, 0])}, "block_table[0, 1] is 4, the cache has 4 pages"),
     "negative page": ({"block_table": ints([3, 1], [-1, 0])}, "block_table[1, 0] is -1"),
     "starts that fall": ({"query_start": ints(0, 5, 3)}, "query_start must rise from 0"),
+    "starts below 0": ({"query_start": ints(-5, -2, 3)}, "query_start must rise from 0"),
+    "starts far below 0": ({"query_start": ints(-(2**31), 1 - 2**31, 2 - 2**31)}, "query_start must rise from 0"),
+    "starts that overflow": ({"query_start": ints(2**31 - 1, -(2**31), 40 - 2**31)}, "query_start must rise from 0"),
+    "starts of all kinds": ({"query_start": ints(0, 2**31 - 1, -(2**31))}, "query_start must rise from 0"),
+    "a length below 0": ({"seq_lens": ints(-3, 2)}, "no sequence is shorter than its queries"),
+    "lengths far below 0": ({"seq_lens": ints(-(2**31), 5 - 2**31)}, "no sequence is shorter than its queries"),
+    "lengths beyond all": ({"seq_lens": ints(2**31 - 1, 2**31 - 64)}, "block_table is too short"),
+    "pages beyond all": ({"block_table": ints([2**31 - 1, 1], [-(2**31), 0])}, "block_table[0, 0] is 2147483647"),
+    "slots beyond all": (
+        {"slot_mapping": ints(0, 1, -(2**63), 2**63 - 1, 4, 5, 6, dtype=torch.int64)},
+        "names slot 9223372036854775807, the c",
+    ),
     "starts beyond the tokens": ({"query_start": ints(0, 5, 9)}, "query_start must rise from 0 to at most the 7"),
     "more new tokens than tokens": ({"seq_lens": ints(20, 1)}, "no sequence is shorter than its queries"),
     "a broken promise": ({"max_query_len": 3}, "max_query_len is 3, but the sequences have [5, 2] queries"),
@@ -74,14 +86,29 @@ def test_values_of_the_metadata(name, backend, device):
 @pytest.mark.parametrize("name", VALUES)
 @torch.no_grad()
 def test_unchecked_values_touch_nothing_outside(name, backend, compiled, monkeypatch):
-    """The result may be anything, the cache's other pages are as they were, and the device goes on."""
+    """The result may be anything, the cache's other slots are as they were, and the device goes on.
+
+    What is around the output: tests/kernels/test_paged_bad_values.py.
+    """
     monkeypatch.delenv("FUSION_PASSES_CHECK", raising=False)
     changes, _ = VALUES[name]
     changes = {field: x("cuda") if callable(x) else x for field, x in changes.items()}
     attention, inputs = call("cuda", backend, **changes)
+    slots = inputs[3].slot_mapping
+    other = torch.ones(4 * 16, dtype=torch.bool, device="cuda")
+    other[slots[(slots >= 0) & (slots < 4 * 16)]] = False
+
+    def others() -> list[torch.Tensor]:
+        caches = (attention.kv_cache.key, attention.kv_cache.value)
+        return [x.view(torch.uint8).transpose(1, 2).reshape(4 * 16, -1)[other] for x in caches]
+
+    for x in (attention.kv_cache.key, attention.kv_cache.value):
+        x.copy_(torch.randn(x.shape, device="cuda"))
+    before = others()
     run = torch.compile(attention, fullgraph=True) if compiled else attention
     assert run(*inputs).shape == (7, 4, 64)
     torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(others(), before, strict=True))
     attention, inputs = call("cuda", backend)
     assert attention(*inputs).isfinite().all()
 
