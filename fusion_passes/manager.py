@@ -84,7 +84,7 @@ class PostGradPassManager(inductor.CustomGraphPass):
         with _timed(seconds, "clean"):
             erase_dead(taken)
             sites += self._in_place(graph)
-            if any(site.status is MatchStatus.FUSED for site in sites):
+            if any(site.status in (MatchStatus.FUSED, MatchStatus.MOVED) for site in sites):
                 graph.lint()
         dump.graph("after", graph)
 
@@ -153,7 +153,7 @@ class PostGradPassManager(inductor.CustomGraphPass):
         for done in reads_before_writes(graph):
             reads = ", ".join(sorted({op_name(made_by(read)) for read in done.reads}))
             what = f"{op_name(done.write)} in place: {reads} of what was there before comes first"
-            yield Site("in_place_writes", MatchStatus.FUSED, "", place(done.write), what)
+            yield Site("in_place_writes", MatchStatus.MOVED, "", place(done.write), what)
 
     def _misses(self, idioms: Idioms, sites: list[Site], places: set[Node]) -> tuple[Miss, ...]:
         """What nearly was a place, by the rules and, where a rule found none in this graph, by the idioms."""

@@ -119,7 +119,7 @@ class Report:
         """For each place where this rule was not applied, the sentence why."""
         for graph in self.graphs:
             for site in graph.sites:
-                if site.rule == rule and site.status is not MatchStatus.FUSED:
+                if site.rule == rule and site.status not in (MatchStatus.FUSED, MatchStatus.MOVED):
                     yield f"{site.where}: {site.status}: {site.reason}"
             for miss in graph.misses:
                 yield f"{miss.where}: {miss.what}: {miss.reason}"

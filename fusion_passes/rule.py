@@ -35,6 +35,8 @@ class MatchStatus(enum.StrEnum):
     FUSED = "fused"
     ILLEGAL = "illegal"
     UNPROFITABLE = "unprofitable"
+    MOVED = "moved"
+    """Nothing was fused: a write stays in place, since reads of what it overwrites come before it now."""
 
 
 class Level(enum.IntEnum):

@@ -106,9 +106,14 @@ def _wrapper(code: str) -> str:
 
 
 def allocations(code: str) -> list[int]:
-    """Elements of each buffer that the wrapper allocates."""
-    shapes = re.findall(r"empty_strided_(?:cpu|cuda)\(\(([\d, ]*)\)", code)
-    return [math.prod(int(size) for size in shape.split(",") if size.strip()) for shape in shapes]
+    """Elements of each buffer that the wrapper allocates.  Symbolic sizes are an AssertionError: compile such a
+    program with static shapes, so that no allocation is overlooked."""
+    counts = []
+    for shape in re.findall(r"\bempty_strided_\w+\(\((.*?)\), \(", code):
+        sizes = [size.strip() for size in shape.split(",") if size.strip()]
+        assert all(size.isdigit() for size in sizes), f"an allocation of symbolic sizes, ({shape})"
+        counts.append(math.prod(map(int, sizes)))
+    return counts
 
 
 def kernels_that_quantise(code: str) -> list[str]:

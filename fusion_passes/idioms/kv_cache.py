@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_passes.graph import is_tensor, value
+from fusion_passes.graph import is_tensor
 from fusion_passes.idioms import Idiom, NearMiss
 from fusion_passes.idioms.reading import Unread, read_all
 
@@ -83,8 +83,3 @@ def _read(node: Node) -> KVCacheWrite | None:
         written=written,  # type: ignore[arg-type]
         **tensors,  # type: ignore[arg-type]
     )
-
-
-def cache_dtype(write: KVCacheWrite) -> torch.dtype:
-    """The dtype of the caches."""
-    return value(write.caches[0]).dtype

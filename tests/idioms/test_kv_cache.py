@@ -30,7 +30,6 @@ def test_what_is_read(version):
     assert sorted(write.written) == [1, 2]
     assert write.nodes == {write.output, *write.written.values()}
     assert len(write.caches) == 2
-    assert kv_cache.cache_dtype(write) is torch.float8_e4m3fn
 
 
 def test_without_scales_and_with_one_half_used():
