@@ -41,7 +41,7 @@ class Attention(nn.Module):
     block_size: tokens in a page of the cache.
     quantize_query: None: where the cache is FP8 and the backend takes FP8 queries.
     quantize_probs: the probabilities go into the product with V as FP8, with ``_prob_scale``.
-    calculate_kv_scales: the first batch with tokens in it sets, on the device, those scales of query, key and value that
+    calculate_kv_scales: the first batch with tokens in it sets, on the device, the scales of query, key and value that
     nobody has given.
     device: torch's default device if None. A layer on meta, or on the CPU by default, may be moved to any other.
     dtype: of query, key and value; torch's default dtype if None.

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusion_passes.nn import flex
 from fusion_passes.nn.kv_cache import STATIC_PAGE_MULTIPLE, AttentionMetadata, Layout, PagedKVCache, StaticKVCache
 from fusion_passes.ops import kv_cache, paged_attention, paged_attention_group_quant
-from fusion_passes.ops.paged_attention import KERNEL_DTYPES, KERNEL_HEAD_DIMS
+from fusion_passes.ops.paged_attention import KERNEL_DTYPES, KERNEL_HEAD_DIMS, PagedAttentionArguments
 from fusion_passes.ops.support import device_capability
 from fusion_passes.quant import FP8_DTYPES, QuantSpec
 
@@ -192,10 +192,13 @@ class PagedAttentionOp(AttentionBackend):
 
 
 class Triton(PagedAttentionOp):
-    """The kernels of this library; on the CPU their reference."""
+    """The kernels of this library; on the CPU their reference.
+
+    NotImplementedError, with the reason, in a call that they cannot do.
+    """
 
     name = "triton"
-    implementation = "auto"
+    implementation = "triton"
     head_dims = KERNEL_HEAD_DIMS
     cache_dtypes = KERNEL_DTYPES
 
@@ -210,6 +213,12 @@ class Triton(PagedAttentionOp):
                 found = "this is another GPU" if capability is None else "this has {}.{}".format(*capability)
                 reasons.append(f"it needs an NVIDIA GPU of compute capability {needed[0]}.{needed[1]}, {found}")
         return reasons
+
+
+class TritonOrGather(Triton):
+    """What backend="auto" makes of it: what the kernels cannot do is gathered, and the op logs why, once."""
+
+    implementation = "auto"
 
 
 class Flex(AttentionBackend):
@@ -244,15 +253,25 @@ class Flex(AttentionBackend):
         dtype: torch.dtype,
         group_size: int | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``flex.attention``; scales belong to FP8 and are None. Compiled, it checks no values."""
-        del q_scale, k_scale, v_scale, prob_scale, output_scale, dtype, group_size
+        """``flex.attention``. Compiled, it checks no values.
+
+        Raises ValueError for a scale or an output that it does not have, and what ``ops.paged_attention`` does.
+        """
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "prob_scale": prob_scale}
+        given = [name for name, x in (scales | {"output_scale": output_scale}).items() if x is not None]
+        if given or group_size is not None or dtype != query.dtype:
+            asked = ", ".join([*given, *["group_size"] * (group_size is not None)]) or f"an output of {dtype}"
+            raise ValueError(f"backend {cls.name} quantises nothing and returns {query.dtype}: it cannot do {asked}")
+        arguments = PagedAttentionArguments(
+            *(query, cache.key, cache.value, metadata.block_table, metadata.query_start, metadata.seq_lens),
+            sinks=sinks,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            max_query_len=metadata.max_query_len,
+        )
         if not torch.compiler.is_compiling() and kv_cache.values_are_checked(query.device):
-            kv_cache.check_batch(
-                *(query.shape[0], cache.pages, cache.page_size),
-                *(metadata.block_table, metadata.query_start, metadata.seq_lens),
-                window=window,
-                max_query_len=metadata.max_query_len,
-            )
+            arguments.check_values()
         return flex.attention(
             *(query, cache.key, cache.value, metadata.block_table, metadata.query_start, metadata.seq_lens, sinks),
             page_size=cache.page_size,
@@ -293,6 +312,6 @@ def choose(name: str, request: Request) -> type[AttentionBackend]:
         if anywhere and "cpu" not in backend.devices:
             reasons.append(f"the device is not known, it needs {' or '.join(backend.devices)}")
         if not reasons:
-            return backend
+            return TritonOrGather if name == "auto" and backend is Triton else backend
         refusals.append(f"{backend.name}: {'; '.join(reasons)}")
     raise ValueError("no attention backend can do this layer:\n  " + "\n  ".join(refusals))

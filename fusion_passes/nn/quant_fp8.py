@@ -1,5 +1,6 @@
 """FP8 quantisation as a layer, in two forms: plain torch, which Inductor fuses with its neighbours, or an opaque op."""
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -28,8 +29,10 @@ def native_dtype(dtype: torch.dtype, device: torch.device | str | None = None) -
 
 
 class QuantFP8(nn.Module):
-    """``x -> (codes, scale)`` as a QuantSpec says.
+    """``x -> (codes, scale)`` as a QuantSpec says, in the form of its dtype that x's device computes with.
 
+    On gfx940 to gfx942 that is fnuz. A static scale is used as it is given, so there it must be one for fnuz codes:
+    twice what a checkpoint has for e4m3fn, whose bits mean twice as much.
     form: "plain" or "opaque"; None: plain, but opaque where the passes' settings ask for it,
     `PassConfig(custom_ops={"quant_fp8": True})`, and there is an op for the spec. They are read when the layer is
     traced, from the compilation that traces it; code compiled with other settings is compiled anew.
@@ -61,15 +64,18 @@ class QuantFP8(nn.Module):
         """
         if self.spec.static != (scale is not None):
             raise ValueError("static scales are given with the call, dynamic ones are chosen by it")
+        spec = self.spec
+        if (dtype := native_dtype(spec.dtype, x.device)) != spec.dtype:
+            spec = replace(spec, dtype=dtype)
         opaque = self.form == "opaque" or (self.form is None and custom_ops.is_on("quant_fp8", self.lacks))
         if scale is None:
             dynamic = quantize_dynamic.quantize_fp8_dynamic if opaque else quantize_dynamic.plain
-            return dynamic(x, self.spec, self.scale_upper_bound)
+            return dynamic(x, spec, self.scale_upper_bound)
         if scale.device != x.device:
             raise ValueError(f"scale is on {scale.device}, x on {x.device}: make the scale a buffer of the module")
         if opaque:
-            return quantize_fp8(x, scale, self.spec.dtype), scale
-        return quantize(x, scale, self.spec.dtype), scale
+            return quantize_fp8(x, scale, spec.dtype), scale
+        return quantize(x, scale, spec.dtype), scale
 
     def extra_repr(self) -> str:
         bound = "" if self.scale_upper_bound is None else f", scale_upper_bound={self.scale_upper_bound}"

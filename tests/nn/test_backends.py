@@ -1,5 +1,6 @@
 """Backends: what they say they can do and the page that says so too, the choice, FlexAttention, one from outside."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -10,7 +11,7 @@ import torch
 
 from fusion_passes import reference
 from fusion_passes.nn import Attention, AttentionMetadata, PagedKVCache, StaticKVCache, backends, flex
-from fusion_passes.ops.paged_attention import PagedAttentionArguments, why_unsupported
+from fusion_passes.ops.paged_attention import PagedAttentionArguments, _cuda, _say_that_it_gathers, why_unsupported
 from fusion_passes.quant import QuantSpec, dtype_name
 
 PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
@@ -337,13 +338,143 @@ def test_flex_on_gpu(name):
     check_flex(flex.attention, name, "cuda", head_dim=96)
 
 
+# Bad input: each backend by itself, for whoever calls it without the layer
+
+
+def attend(backend, kv_cache_dtype="auto", **changes):
+    """Call it with one argument, or a tensor of the metadata, changed by a function."""
+    attention, (query, _, _, metadata) = batch(kv_cache_dtype, backend="sdpa")
+    cache = PagedKVCache(4, 16, 2, 32, attention.cache_dtype, layout="NHD")
+    of_batch = {f: changes.pop(f)(getattr(metadata, f)) for f in list(changes) if hasattr(metadata, f)}
+    arguments = dict.fromkeys(("q_scale", "k_scale", "v_scale", "prob_scale", "output_scale", "sinks"))
+    arguments |= {"query": query, "scale": 0.31, "window": None, "softcap": 0.0, "dtype": BF16, "group_size": None}
+    arguments |= {name: change(arguments[name]) for name, change in changes.items()}
+    return backend.attend(cache=cache, metadata=dataclasses.replace(metadata, **of_batch), **arguments)
+
+
+@pytest.mark.parametrize("backend", backends.BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize(
+    ("field", "change", "error", "message"),
+    [
+        ("query", lambda x: x[..., :16], ValueError, "query must be [tokens, heads, 32]"),
+        ("query", lambda x: x[:, :3], ValueError, "must be a multiple of the key heads"),
+        ("query", lambda x: x.half(), (TypeError, ValueError), "torch.float16"),
+        ("query", lambda x: x.to("meta"), ValueError, "key_cache is on cpu, the rest on meta"),
+        ("block_table", lambda x: x.long(), TypeError, "block_table must be int32, got torch.int64"),
+        ("block_table", lambda x: x.to("meta"), ValueError, "block_table is on meta"),
+        ("block_table", lambda x: x[:1], ValueError, "block_table needs as many rows"),
+        ("block_table", lambda x: x - 7, IndexError, "block_table[0, 0] is -4"),
+        ("query_start", lambda x: x[:2], ValueError, "query_start one element more"),
+        ("query_start", lambda x: x.to("meta"), ValueError, "query_start is on meta"),
+        ("seq_lens", lambda x: x.float(), TypeError, "seq_lens must be int32, got torch.float32"),
+        ("seq_lens", lambda x: x[:1], ValueError, "seq_lens has 1 sequences"),
+        ("seq_lens", lambda x: x + 20, ValueError, "block_table is too short"),
+        ("sinks", lambda x: torch.zeros(3), ValueError, "sinks must be one logit for each of 4 heads"),
+        ("sinks", lambda x: torch.zeros(4, device="meta"), ValueError, "sinks is on meta"),
+        ("window", lambda x: 0, ValueError, "1 or more, got 0"),
+        ("k_scale", lambda x: torch.tensor(0.5), ValueError, "k_scale"),
+        ("q_scale", lambda x: torch.tensor(0.5), ValueError, "q_scale"),
+        ("output_scale", lambda x: torch.tensor(0.5), ValueError, "output_scale"),
+    ],
+)
+def test_every_backend_checks_its_arguments(backend, field, change, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        attend(backend, **{field: change})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k_scale": torch.tensor(0.5), "prob_scale": torch.tensor(0.1)}, "it cannot do k_scale, prob_scale"),
+        ({"output_scale": torch.tensor(0.5), "dtype": E4M3}, "it cannot do output_scale"),
+        ({"group_size": 16, "dtype": E4M3}, "it cannot do group_size"),
+        ({"dtype": torch.float32}, "it cannot do an output of torch.float32"),
+    ],
+    ids=["scales", "output", "groups", "dtype"],
+)
+def test_flex_leaves_nothing_out_in_silence(options, message):
+    with pytest.raises(ValueError, match=f"backend flex quantises nothing and returns torch.bfloat16: {message}"):
+        attend(backends.Flex, **{name: lambda _, x=x: x for name, x in options.items()})
+
+
+def test_flex_checks_while_it_is_compiled(monkeypatch):
+    monkeypatch.setattr(backends.Flex, "devices", ("cpu", "cuda"))
+    attention = Attention(4, 2, 32, backend="flex", block_size=16, dtype=BF16, window=3)
+    attention.allocate_cache(4)
+    _, (*qkv, metadata) = batch("auto")
+    graphs = []
+    compiled = torch.compile(attention, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    for x in (*qkv, metadata.slot_mapping):
+        torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        assert compiled(*qkv, metadata).shape == (9, 4, 32)
+        assert len(graphs) == 1
+        wrong = dataclasses.replace(metadata, block_table=metadata.block_table.long())
+        with pytest.raises(Exception, match="block_table must be int32"):
+            compiled(*qkv, wrong)
+
+
+# The kernels that were asked for
+
+
+def test_triton_by_name_does_not_gather(monkeypatch):
+    """Also where the layer was moved to a GPU after it was built."""
+    asked = []
+    monkeypatch.setattr(backends, "paged_attention", lambda *_, implementation, **__: asked.append(implementation))
+    monkeypatch.setattr(
+        backends, "paged_attention_group_quant", lambda *_, implementation, **__: asked.append(implementation)
+    )
+    for backend in ("triton", "auto", "sdpa"):
+        attention, inputs = batch(backend=backend)
+        attention(*inputs)
+        attention(*inputs, output_group_size=16)
+    assert asked == ["triton", "triton", "auto", "auto", "gather", "gather"]
+
+
+def test_auto_says_once_why_it_gathers(caplog):
+    _say_that_it_gathers.cache_clear()
+    x, one = torch.randn(1, 1, 128, dtype=BF16), torch.ones(1, 1, dtype=torch.int32)
+    cache = torch.randn(2, 1, 16, 128, dtype=BF16)
+    arguments = x, cache, cache, one, torch.tensor([0, 1], dtype=torch.int32), one[0]
+    results = [
+        _cuda(PagedAttentionArguments(*arguments, scale=1.0, implementation=implementation))
+        for implementation in ("gather", "auto", "auto")
+    ]
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert [record.getMessage() for record in caplog.records] == [
+        "paged_attention gathers the pages, which is slow, because of the Triton kernels: "
+        "they need an NVIDIA GPU and Triton"
+    ]
+    with pytest.raises(NotImplementedError, match="they need an NVIDIA GPU and Triton; implementation='auto' does"):
+        _cuda(PagedAttentionArguments(*arguments, scale=1.0, implementation="triton"))
+
+
+# The page's code, in one go as a reader would run it
+
+
+def snippets():
+    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_page_runs(monkeypatch):
+    monkeypatch.setattr(backends, "BACKENDS", backends.BACKENDS)
+    names = {}
+    shapes = []
+    with torch.no_grad():
+        for snippet in snippets():
+            exec(snippet, names)
+            shapes.append(tuple(names["out"].shape))
+            assert names["out"].isfinite().all()
+    assert shapes == [(8, 32, 128)] * 3
+    assert isinstance(names["cache"], StaticKVCache)
+
+
 # One from outside
 
 
 def test_the_backend_of_the_page(monkeypatch):
     monkeypatch.setattr(backends, "BACKENDS", backends.BACKENDS)
-    (code,) = re.findall(r"```python\n(import torch\n.*?class OneByOne.*?)```", PAGE.read_text(), re.DOTALL)
-    exec(code, {})
+    exec(snippets()[-1], {})
     attention = Attention(4, 2, 32, backend="one_by_one", block_size=16, dtype=BF16)
     attention.allocate_cache(4)
     _, inputs = batch("auto")

@@ -1,5 +1,6 @@
 """QuantFP8 in both forms, against the functions of fusion_passes.quant."""
 
+import dataclasses
 import types
 
 import pytest
@@ -94,6 +95,31 @@ def test_native_dtype(monkeypatch):
     assert native_dtype(E4M3, "cpu") is E4M3
     properties.gcnArchName = "gfx950"
     assert native_dtype(E4M3) is E4M3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("form", ["plain", "opaque"])
+@pytest.mark.parametrize("spec", [QuantSpec(), QuantSpec(E5M2), *DYNAMIC], ids=str)
+def test_codes_are_in_the_native_form(spec, form, compiled, monkeypatch):
+    fnuz = {E4M3: torch.float8_e4m3fnuz, E5M2: torch.float8_e5m2fnuz}[spec.dtype]
+    seen = []
+
+    def native(dtype, device):
+        if not torch.compiler.is_compiling():
+            seen.append(device.type)
+        return fnuz
+
+    monkeypatch.setattr("fusion_passes.nn.quant_fp8.native_dtype", native)
+    x, scale = torch.randn(4, 32).bfloat16() * 300, [torch.tensor(1.7)] if spec.static else []
+    layer = QuantFP8(spec, form=form)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    out, scale = run(x, *scale)
+    assert compiled or seen == ["cpu"]
+    native_spec = dataclasses.replace(spec, dtype=fnuz)
+    if not spec.static:
+        assert torch.equal(scale, choose_scale(x, native_spec))
+    assert out.dtype == fnuz
+    assert torch.equal(out.view(torch.uint8), quantize(x, scale, fnuz).view(torch.uint8))
 
 
 @pytest.mark.parametrize("spec", [QuantSpec(), QuantSpec(granularity="token", static=False)], ids=["static", "dynamic"])
