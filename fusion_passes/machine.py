@@ -18,7 +18,11 @@ import torch
 
 from fusion_passes import inductor
 from fusion_passes.config import ENV_PREFIX, PassConfig
-from fusion_passes.ops.attention_quant import AttentionQuantArguments
+from fusion_passes.ops.attention_quant import NEWEST, AttentionQuantArguments
+from fusion_passes.ops.kv_cache_write import KERNEL_DTYPES as WRITE_DTYPES
+from fusion_passes.ops.paged_attention import KERNEL_DTYPES as PAGED_DTYPES
+from fusion_passes.ops.paged_attention import KERNEL_HEAD_DIMS as PAGED_HEAD_DIMS
+from fusion_passes.ops.support import Capability, device_capability, triton_version
 from fusion_passes.quant import dtype_name
 from fusion_passes.rule import Rule
 
@@ -55,17 +59,83 @@ def kernels(rule: Rule[Any]) -> list[tuple[str, str, str]]:
     try:
         op = importlib.import_module(f"fusion_passes.ops.{rule.name}")
     except ModuleNotFoundError:
-        return []
-    return [(kernel.name, _limits(kernel), _why_unusable(kernel)) for kernel in getattr(op, "KERNELS", ())]
+        op = None
+    rows = [(kernel.name, _limits(kernel), _why_unusable(kernel)) for kernel in getattr(op, "KERNELS", ())]
+    return rows + [(k.name, _needs(k), _why_unusable_here(k)) for k in OTHER_KERNELS.get(rule.name, ())]
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A kernel whose op chooses by itself.
+
+    takes: tensors, in words. module: None for code that Inductor makes. first, last: compute capabilities that are
+    supported. triton: the first version that it runs with; None: any."""
+
+    name: str
+    takes: str
+    module: str | None
+    first: Capability = (8, 9)  # the first with FP8 conversions
+    last: Capability = NEWEST
+    triton: tuple[int, int] | None = None
+
+
+_OVER_A_CACHE = "/".join(map(dtype_name, PAGED_DTYPES)) + ", head size " + ", ".join(map(str, PAGED_HEAD_DIMS))
+_PAGED = (
+    _Kernel(
+        "the paged decode kernel",
+        f"few new tokens of each sequence; {_OVER_A_CACHE}",
+        "fusion_passes.kernels.paged_decode",
+    ),
+    _Kernel(
+        "the Hopper paged prefill kernel",
+        "many new tokens; what it does not take the portable one does",
+        "fusion_passes.kernels.paged_prefill_sm90",
+        (9, 0),
+        (9, 0),
+        (3, 6),
+    ),
+    _Kernel(
+        "the portable paged prefill kernel",
+        f"many new tokens; {_OVER_A_CACHE}",
+        "fusion_passes.kernels.paged_prefill",
+    ),
+)
+OTHER_KERNELS: dict[str, tuple[_Kernel, ...]] = {
+    "attention_quant": _PAGED,
+    "query_quant": (
+        _Kernel("Inductor's kernel of what comes before", "a query that is not an input of the graph", None),
+    ),
+    "rope_quant_kv_write": (
+        _Kernel(
+            "the RoPE and cache kernel",
+            "/".join(map(dtype_name, WRITE_DTYPES)),
+            "fusion_passes.kernels.rope_quant_kv_write",
+        ),
+    ),
+}
+"""By the name of the fusion, beside those in its op's `KERNELS`."""
+
+
+def _needs(kernel: _Kernel) -> str:
+    triton = None if kernel.triton is None else (kernel.triton, None)
+    return f"{_span(kernel.first, kernel.last, triton)}; {kernel.takes}"
+
+
+def _span(first: Capability, last: Capability, triton: tuple[tuple[int, int], tuple[int, int] | None] | None) -> str:
+    card = f"compute capability {first[0]}.{first[1]}" + ("" if first == last else " or later")
+    if triton is None:
+        return f"{card}, Triton"
+    least, below = triton
+    until = " or later" if below is None else f" to below {below[0]}.{below[1]}"
+    return f"{card}, Triton {least[0]}.{least[1]}{until}"
 
 
 def _limits(kernel: Any) -> str:
-    first, last = kernel.capability
-    card = f"compute capability {first[0]}.{first[1]}" + ("" if first == last else " or later")
-    least, below = kernel.triton
-    triton = f"Triton {least[0]}.{least[1]}" + (" or later" if below is None else f" to below {below[0]}.{below[1]}")
     dtypes = "/".join(map(dtype_name, kernel.dtypes))
-    parts = [f"{card}, {triton}", f"{dtypes}, head size {', '.join(map(str, kernel.head_dims))}"]
+    parts = [
+        _span(kernel.capability[0], kernel.capability[1], kernel.triton),
+        f"{dtypes}, head size {', '.join(map(str, kernel.head_dims))}",
+    ]
     if not kernel.masks:
         parts.append("no mask tensor")
     if not kernel.cross_lengths:
@@ -79,12 +149,30 @@ def _why_unusable(kernel: Any) -> str:
         return "not usable: no NVIDIA GPU is visible"
     query = torch.empty((1, 1, 1, kernel.head_dims[0]), dtype=kernel.dtypes[0], device="cuda")
     why = kernel.unsupported(AttentionQuantArguments(query, query, query, dtype=kernel.output_dtypes[0]))
-    if why is None:
-        try:
-            importlib.import_module(kernel.module)
-        except (ImportError, AttributeError) as error:
-            why = f"{kernel.module} cannot be imported: {error}"
+    why = why or _why_no_module(kernel.module)
     return f"not usable: {why}" if why else ""
+
+
+def _why_unusable_here(kernel: _Kernel) -> str:
+    """Asked of the card and of Triton."""
+    capability, triton = device_capability(torch.device("cuda")), triton_version()
+    if capability is None:
+        return "not usable: no NVIDIA GPU is visible"
+    if not kernel.first <= capability <= kernel.last:
+        why: str | None = f"this GPU has compute capability {capability[0]}.{capability[1]}"
+    elif triton is None or triton < (kernel.triton or triton):
+        why = f"Triton {triton[0]}.{triton[1]} is installed" if triton else "Triton is not installed"
+    else:
+        why = None if kernel.module is None else _why_no_module(kernel.module)
+    return f"not usable: {why}" if why else ""
+
+
+def _why_no_module(name: str) -> str | None:
+    try:
+        importlib.import_module(name)
+    except (ImportError, AttributeError) as error:
+        return f"{name} cannot be imported: {error}"
+    return None
 
 
 def _torch() -> Iterator[Finding]:

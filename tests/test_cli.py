@@ -249,13 +249,65 @@ def test_kernels_say_what_they_need_and_why_they_are_not_usable():
 
 
 @cpu_only
+def test_no_fusion_is_usable_without_a_gpu(capsys):
+    assert all(why for rule in FUSIONS for *_, why in machine.kernels(rule))
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    for rule in FUSIONS:
+        assert re.search(rf"^{rule.name} +FUSION_PASSES_\w+ +O\d +no ", out, re.MULTILINE), out
+    for name in (
+        "paged decode kernel",
+        "Hopper paged prefill kernel",
+        "portable paged prefill kernel",
+        "RoPE and cache",
+    ):
+        assert f"the {name}" in out
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "unusable"),
+    [
+        ((9, 0), (3, 6), set()),
+        ((8, 9), (3, 6), {"the Hopper paged prefill kernel"}),
+        ((9, 0), (3, 5), {"the Hopper paged prefill kernel"}),
+        ((8, 6), (3, 6), None),
+        ((9, 0), None, None),
+    ],
+)
+def test_kernels_are_usable_where_their_ops_would_run_them(capability, triton, unusable, monkeypatch):
+    """None: not one of them."""
+    modules = [sys.modules[f"fusion_passes.ops.{name}"] for name in ("kv_cache_write", "support")]
+    for module in (machine, *modules):
+        monkeypatch.setattr(module, "device_capability", lambda device: capability)
+        monkeypatch.setattr(module, "triton_version", lambda: triton)
+    monkeypatch.setattr(machine, "_why_no_module", lambda name: None)
+    kernels = [kernel for kernels in machine.OTHER_KERNELS.values() for kernel in kernels]
+    reasons = {kernel.name: machine._why_unusable_here(kernel) for kernel in kernels}
+    assert {name for name, why in reasons.items() if why} == ({*reasons} if unusable is None else unusable)
+    write, paged = (sys.modules[f"fusion_passes.ops.{name}"] for name in ("kv_cache_write", "paged_attention"))
+    cuda = torch.device("cuda")
+    by_op = write.why_no_kernel(cuda, torch.bfloat16, torch.float8_e4m3fn)
+    assert bool(by_op) == bool(reasons["the RoPE and cache kernel"])
+    cache = torch.zeros(3, 1, 16, 64, dtype=torch.float8_e4m3fn)
+    index = torch.zeros(2, dtype=torch.int32)
+    scale = torch.tensor(0.5)
+    batch = (torch.zeros(1, 1, 64), cache, cache, index[None], torch.tensor([0, 1]).int(), index[:1] + 1)
+    call = paged.PagedAttentionArguments(
+        batch[0].bfloat16(), *batch[1:], None, scale, scale, output_scale=scale, scale=0.1, dtype=torch.float8_e4m3fn
+    )
+    assert bool(paged.why_unsupported(call)) == bool(reasons["the paged decode kernel"])
+
+
+@cpu_only
 def test_doctor_without_a_gpu(capsys, monkeypatch):
     for variable in ("FUSION_PASSES_DEBUG", *machine.DISABLING):
         monkeypatch.delenv(variable, raising=False)
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for text in ("ok    torch            ", "note  device           CPU only", "post_grad_custom_post_pass takes a "):
-        assert text in out
+    for text in ("ok +torch ", "note +device +CPU only", "ok +hook +post_grad_custom_post_pass takes a "):
+        assert re.search(f"^{text}", out, re.MULTILINE), out
+    for rule in FUSIONS:
+        assert re.search(rf"^note +{rule.name} .*: not usable: no NVIDIA GPU is visible$", out, re.MULTILINE), out
     assert out.endswith("The passes can run here.\n")
 
 
