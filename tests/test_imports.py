@@ -1,6 +1,7 @@
 """What may import what, what the package needs to be imported, and what that costs."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ LAYERS = (
     ("inductor", "compiled", "matcher", "debug", "manager", "registration"),
     ("table", "comparison", "places", "trial", "explanation", "machine", "testing", "__main__"),
 )
+DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
 LAYER = {name: depth for depth, group in enumerate(LAYERS) for name in group}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -59,6 +61,11 @@ def test_imports_point_one_way(path):
             assert layer in LAYER, f"{layer} is new: give it a place in LAYERS"
             target = (module.split(".") + [""])[1]
             assert LAYER.get(target, 0) <= LAYER[layer], f"{layer} imports {target}, which is built on it"
+
+
+def test_the_design_names_every_layer():
+    layers = DESIGN.read_text().split("## Layers")[1]
+    assert [name for name in LAYER if not re.search(rf"\b{name}\b", layers)] == []
 
 
 def test_checker_sees_imports(tmp_path):

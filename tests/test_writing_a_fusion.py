@@ -1,13 +1,17 @@
 """The example of docs/writing-a-fusion.md: a rule outside the package, in under 40 lines, that fuses in a real
 model."""
 
+import ast
 import importlib.util
+import re
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 import fusion_passes
+import fusion_passes.fusions
 from fusion_passes import PassConfig, Report
 from fusion_passes.quant import codes
 
@@ -49,3 +53,29 @@ def test_it_is_under_40_lines_and_the_docs_show_it():
     shown = (ROOT / "docs" / "writing-a-fusion.md").read_text()
     body = source.split('"""\n', 1)[1].strip()
     assert body in shown, "docs/writing-a-fusion.md must show the example as it is"
+
+
+SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "writing-a-fusion.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("snippet", [s for s in SNIPPETS if "import " in s], ids=lambda s: s.split("\n")[0])
+def test_the_docs_import_what_exists_and_is_used(snippet):
+    tree = ast.parse(snippet)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+            assert {alias.name for alias in node.names} <= used, ast.unparse(node)
+
+
+def test_the_docs_name_what_belongs_to_a_fusion():
+    """Paths of the guide to a fusion inside the library, which a rename would leave behind."""
+    package = ROOT / "fusion_passes"
+    guide = (ROOT / "docs" / "writing-a-fusion.md").read_text().split("## A fusion inside the library")[1]
+    for pattern in ("fusions/<name>.py", "measured/<name>.py", "ops/<name>.py", "kernels/<name>.py"):
+        assert f"`{pattern}`" in guide
+    for rule in fusion_passes.fusions.FUSIONS:
+        assert (package / "fusions" / f"{rule.name}.py").exists()
+        assert (package / "measured" / f"{rule.name}.py").exists()
+        assert (ROOT / "tests" / "fusions" / f"{rule.name}_cases.py").exists()
