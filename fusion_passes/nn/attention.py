@@ -356,13 +356,12 @@ class Attention(nn.Module):
         return dtype
 
     def _native_scale(self, name: str, value: Tensor | float) -> Tensor:
-        wrong = ValueError(f"{name} must be one positive, finite number, got {value!r}")
         try:
             scale = value.detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
         except (TypeError, ValueError, RuntimeError):  # text, None, lists of them
-            raise wrong from None
+            scale = torch.empty(0, device="cpu")
         if scale.is_meta or scale.is_complex() or scale.numel() != 1 or not 0.0 < float(scale.float()) < math.inf:
-            raise wrong
+            raise ValueError(f"{name} must be one positive, finite number, got {value!r}")
         scale = scale.float().reshape(())
         return scale * FNUZ_FACTOR if self._fnuz and name != "prob_scale" else scale
 
