@@ -35,7 +35,7 @@ def on_its_device(
         with torch.cuda.device(x.device):
             return run(x, *args, **kwargs)
 
-    return guarded
+    return guarded  # type: ignore[return-value]  # mypy: a wrapper of it is not a callable like it
 
 
 @functools.cache

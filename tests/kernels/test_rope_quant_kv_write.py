@@ -243,13 +243,14 @@ def test_it_compiles_for_hopper_with_wide_loads_and_without_shared_memory():
     assert neighbours[2:] == ["True", "False"]
 
 
+@pytest.mark.parametrize("scale", [0.0371, 1.2e-38])
 @pytest.mark.parametrize("name", ["rope_quant_kv_write", "kv_cache_write"])
-def test_codes_are_those_of_a_rounded_division(name):
-    """All 16-bit numbers by a scale that puts many of them between two codes; nothing is turned."""
+def test_codes_are_those_of_a_rounded_division(name, scale):
+    """All bf16 numbers, infinities and NaN among them; nothing is turned."""
     every = torch.arange(2**16, device=DEVICE).to(torch.int16).view(BF16).view(-1, 2, 64)
     slots = torch.arange(len(every), device=DEVICE)
     caches = [torch.zeros(len(every) // 16, 2, 16, 64, dtype=E4M3, device=DEVICE) for _ in range(2)]
-    scale = torch.tensor(0.0371, device=DEVICE)
+    scale = torch.tensor(scale, device=DEVICE)
     want = quantize(every, scale, E4M3)
     if name == "kv_cache_write":
         kernel.launch_write(every, every, *caches, slots, scale, scale)
