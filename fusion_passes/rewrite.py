@@ -92,6 +92,12 @@ def check_side_effects(m: Match) -> None:
             "fusing would compute it twice"
         )
     first, last = _first_reader(m), max(m.outputs)
+    for node in m.inputs:
+        if node in m.outputs:
+            raise DeclinedError(
+                f"{node.name} ({target_name(node)}) is one output and needed for another: "
+                "the fused op computes all at once"
+            )
     for node in early_readers(m):
         if any(user in m.nodes for user in node.users):
             raise DeclinedError(

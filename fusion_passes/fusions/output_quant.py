@@ -46,6 +46,10 @@ def check_static(m: Match, q: Quantize, query: Tensor, dtypes: Collection[torch.
         q.dtype in dtypes,
         f"the graph quantises to {dtype_name(q.dtype)}, the fused op to {' or '.join(map(dtype_name, dtypes))}",
     )
+    m.require(
+        q.compute_dtype.itemsize > 1,
+        f"the graph rounds to {dtype_name(q.compute_dtype)} before it quantises; the fused op does not",
+    )
     limit = max_value(q.dtype)
     m.require(
         q.clamp in (None, (-limit, limit)),

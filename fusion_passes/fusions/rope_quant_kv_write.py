@@ -55,6 +55,7 @@ from fusion_passes.views import replay
 
 OUTPUT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Of the query's codes."""
+TABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.complex64)
 QUANTISED_WITHIN = 8
 """Steps behind the rotated query in which a quantisation that could not be read is looked for."""
 
@@ -124,14 +125,18 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             if rope is not None:
                 quantized.setdefault(rope.output, []).append((quantize, path))
         writes = [(write, _written(write.key, idioms)) for write in idioms.of(KVCacheWrite)]
-        of_keys = {key.source for _, key in writes}
-        queries = [rope for rope in idioms.of(Rope) if rope.output not in of_keys]
+        written_themselves = {key.source for _, key in writes}
+        written_themselves |= {_written(write.value, idioms).source for write, _ in writes}
+        queries = [rope for rope in idioms.of(Rope) if rope.output not in written_themselves]
         for write, written in writes:
             key = idioms.at(written.source, Rope)
             if key is None:
                 continue
             at = order[write.output]
-            near = sorted(queries, key=lambda query: abs(order[query.output] - at))
+            near = sorted(
+                (query for query in queries if query.output not in key.inputs),  # a key may be rotated twice
+                key=lambda query: abs(order[query.output] - at),
+            )
             query = next((query for query in near if _same_tables(query, key)), None)
             if query is None:
                 continue
@@ -143,6 +148,9 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
         m.require(not m.unread, f"the query's quantisation is not read: {m.unread}")
         query, key, val = value(m.query.x), value(m.rope.x), value(m.value.source)
         cache = value(m.write.caches[0])
+        for name, table in (("cos", m.rope.cos), ("sin", m.rope.sin)):
+            dtype = value(table.source).dtype
+            m.require(dtype in TABLE_DTYPES, f"{name} is {dtype_name(dtype)}, the op reads it in fp32 at most")
         if m.quantize is not None:
             check_static(m, m.quantize, query, OUTPUT_DTYPES)
         for name, quantize in (("key", m.key.quantize), ("value", m.value.quantize)):
@@ -300,7 +308,7 @@ def _match(
 def _behind_rope(node: Node, idioms: Idioms) -> tuple[Rope | None, tuple[Node, ...]]:
     """The rotary embedding whose result `node` is through views and casts, and those; the first of them last passed."""
     path: list[Node] = []
-    while (rope := idioms.at(node, Rope)) is None and (is_view(node) or is_cast(node)):
+    while (rope := idioms.at(node, Rope)) is None and (is_view(node) or _is_wide_cast(node)):
         path.insert(0, node)
         node = node.all_input_nodes[0]
     return rope, tuple(path) if rope is not None else (node,)
@@ -331,13 +339,17 @@ def _only_way(node: Node, way: tuple[Node, ...]) -> bool:
     return all(user in inside for user in node.users)
 
 
+def _is_wide_cast(node: Node) -> bool:
+    """True for a cast that is not to FP8, which would round."""
+    return is_cast(node) and value(node).dtype.itemsize > 1
+
+
 def _following_views_and_casts(node: Node) -> tuple[Node, ...]:
     """Those that come after `node`, as long as each is the only user of the one before."""
     path: list[Node] = []
     while len(node.users) == 1:
         (user,) = node.users
-        wide = is_tensor(user) and value(user).dtype.itemsize > 1
-        if not (is_view(user) or (is_cast(user) and wide)):
+        if not (is_view(user) or _is_wide_cast(user)):
             break
         path.append(user)
         node = user
@@ -489,7 +501,9 @@ def _lookups(rope: Rope) -> tuple[_Lookup, _Lookup] | None:
 
 def _lookup(rope: Rope, table: Table) -> _Lookup | None:
     path: list[Node] = []
-    node = table.source
+    node, head = table.source, _head(rope)
+    if head is None:
+        return None
     while calls(node, *VIEWS, aten.slice.Tensor) or is_cast(node) or _split_of(node) is not None:
         if not is_cast(node) and not calls(node, *COPIES):
             path.insert(0, node)
@@ -506,11 +520,15 @@ def _lookup(rope: Rope, table: Table) -> _Lookup | None:
         moved = _applied(base, path)
         if moved is None:
             return None
-        moved = moved.permute(_order(moved.ndim, _head(rope)))
+        moved = moved.permute(_order(moved.ndim, head))
         flat = moved.reshape(-1, moved.shape[-1])
         if flat._base is not base and flat is not base:
             return None
-        if not known(flat.shape[0] == 1) and not known(flat.stride(0) == value(rows).shape[1]):
+        count, width = flat.shape
+        whole = known(count * looked_up.shape[-1] == looked_up.numel())  # a row for each position
+        if not whole or (not known(count == 1) and not known(flat.stride(0) == value(rows).shape[1])):
+            return None
+        if not known(width == 1) and not known(flat.stride(1) == 1):
             return None
         start = fixed(flat.storage_offset())
         if start is not None and looked_up.is_complex():

@@ -304,3 +304,104 @@ def test_what_is_written_is_new_memory_to_inductor():
     new = [part.meta["val"].untyped_storage()._cdata for part in fused.users]
     assert len(set(new)) == len(new) == 3
     assert not old & set(new)
+
+
+def in_pairs(table, positions):
+    return table[positions].view(-1, HEAD_DIM // 2, 2).unbind(-1)
+
+
+def every_second(table, positions):
+    return table[positions][:, ::2], table[positions][:, 1::2]
+
+
+def behind_the_first(table, positions):
+    return table[torch.cat((positions, positions))][TOKENS // 2 :][:TOKENS].chunk(2, -1)
+
+
+def in_fp64(table, positions):
+    return (half.double() for half in table[positions].chunk(2, -1))
+
+
+@pytest.mark.parametrize("lookup", [in_pairs, every_second, behind_the_first, in_fp64])
+@torch.no_grad()
+def test_rows_that_are_not_the_table_s_are_not_read_from_it(lookup):
+    q, k, v, *_, slots, scale = tensors()
+    table, positions = torch.randn(64, HEAD_DIM), torch.randperm(64)[:TOKENS]
+
+    def fn(key_cache, value_cache):
+        cos, sin = lookup(table, positions)
+        return step(q, k, v, cos, sin, key_cache, value_cache, slots, scale)
+
+    results = []
+    for config in (STOCK, FUSE):
+        caches = [torch.zeros(4, KV_HEADS, 16, HEAD_DIM).to(E4M3) for _ in range(2)]
+        run = WithoutCode(fn, config)
+        results.append((run(*caches), *caches))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a.float(), b.float())
+    declined = run.report.declined("rope_quant_kv_write")
+    assert run.fused == (lookup is not in_fp64), declined
+    assert not any("the rule failed" in reason for reason in declined)
+
+
+@pytest.mark.parametrize("own", ["value", "value of the query", "key twice"])
+@torch.no_grad()
+def test_a_rotation_that_is_written_is_no_query(own):
+    """The value, or the key before it is rotated again, has the angles of the query too."""
+    q, k, v, cos, sin, slots, scale = tensors()
+    rotate = SPELLINGS["halves"]
+
+    def fn(key_cache, value_cache):
+        key, value = rotate(k, cos, sin), v
+        if own == "key twice":
+            key = rotate(key, cos, sin)
+        else:
+            value = rotate(v if own == "value" else q[:, :KV_HEADS], cos, sin)
+        kv_cache_write(key, value, key_cache, value_cache, slots, scale, scale * 2.0)
+        return quantize(rotate(q, cos, sin), scale * 3.0)
+
+    results = []
+    for config in (STOCK, FUSE):
+        caches = [torch.zeros(4, KV_HEADS, 16, HEAD_DIM).to(E4M3) for _ in range(2)]
+        run = WithoutCode(fn, config)
+        results.append((run(*caches), *caches))
+    assert run.fused == 1
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a.float(), b.float())
+
+
+@torch.no_grad()
+def test_a_place_that_is_declined_leaves_the_others():
+    """One row of angles for both sequences of a batch."""
+    q, k, v, cos, sin, slots, scale = tensors()
+
+    def fn(*caches):
+        first = step(q, k, v, cos, sin, *caches[:2], slots, scale)
+        sequences = [x.view(2, TOKENS // 2, -1, HEAD_DIM).transpose(1, 2) for x in (q, k)]
+        angles = torch.cat((cos, sin), -1)[slots[: TOKENS // 2] % TOKENS][None, None].chunk(2, -1)
+        halves = [x.chunk(2, -1) for x in sequences]
+        c, s = angles
+        turned = [torch.cat((a * c - b * s, b * c + a * s), -1).transpose(1, 2).flatten(0, 1) for a, b in halves]
+        kv_cache_write(turned[1], v, *caches[2:], slots, scale, scale)
+        return first, quantize(turned[0], scale)
+
+    run = WithoutCode(fn)
+    run(*(torch.zeros(4, KV_HEADS, 16, HEAD_DIM).to(E4M3) for _ in range(4)))
+    assert run.fused == 1
+    assert not any("the rule failed" in reason for reason in run.report.declined("rope_quant_kv_write"))
+
+
+@torch.no_grad()
+def test_a_key_that_is_rounded_to_fp8_on_its_way_is_declined():
+    q, k, v, cos, sin, slots, _ = (x.bfloat16() if x.is_floating_point() else x for x in tensors())
+    caches = [torch.zeros(4, KV_HEADS, 16, HEAD_DIM).bfloat16() for _ in range(2)]
+
+    def fn(key_cache, value_cache):
+        rotate = SPELLINGS["halves"]
+        kv_cache_write(rotate(k, cos, sin).to(E4M3).to(torch.bfloat16), v, key_cache, value_cache, slots)
+        return rotate(q, cos, sin)
+
+    run = WithoutCode(fn)
+    run(*caches)
+    assert run.fused == 0
+    assert torch.equal(caches[0], caches[0].to(E4M3).to(torch.bfloat16))
