@@ -149,6 +149,11 @@ class PagedAttentionArguments:
         scales = choose_scale(out, spec)
         return quantize(out, scales, spec.dtype), scales
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to attend to, and all of the output is 0."""
+        return 0 in (self.query.shape[0], *self.block_table.shape, self.key_cache.shape[0])
+
     def check_values(self) -> None:
         """Raise ValueError or IndexError for lengths and pages without a meaning. Waits for the device."""
         pages, _, page_size, _ = self.value_cache.shape
@@ -202,13 +207,13 @@ def _cpu(a: PagedAttentionArguments) -> Result:
 def _cuda(a: PagedAttentionArguments) -> Result:
     if kv_cache.values_are_checked(a.query.device):
         a.check_values()
-    why = "it was not asked for" if a.implementation == "gather" else why_unsupported(a)
-    if why is None:
+    if a.implementation == "gather" or a.is_empty:
+        return gather(a)
+    if (why := why_unsupported(a)) is None:
         return _kernels(a)
     if a.implementation == "triton":
         raise NotImplementedError(f"the Triton kernels do not support this call: {why}; implementation='auto' does")
-    if a.implementation == "auto":
-        _say_that_it_gathers(why)
+    _say_that_it_gathers(why)
     return gather(a)
 
 
@@ -236,8 +241,8 @@ def why_unsupported(a: PagedAttentionArguments, capability: support.Capability |
     seqs, columns = a.block_table.shape
     if head_dim not in KERNEL_HEAD_DIMS:
         return f"head_dim is {head_dim}, they have {', '.join(map(str, KERNEL_HEAD_DIMS))}"
-    if not 0 < seqs <= MAX_SEQUENCES or columns == 0 or pages == 0:
-        return f"{seqs} sequences with {columns} of {pages} pages, they need 1 to {MAX_SEQUENCES} and a page"
+    if seqs > MAX_SEQUENCES:
+        return f"{seqs} sequences, they have up to {MAX_SEQUENCES}"
     for cache in (a.key_cache, a.value_cache):
         starts = (cache.data_ptr(), *(stride * cache.itemsize for stride in cache.stride()[:3]))
         if any(start % ROW_BYTES for start in starts):
