@@ -32,7 +32,8 @@ def check(fused, unfused, exact) -> None:
     for a, b, want in pairs(fused, unfused, exact):
         check_layout(a, b)
         if a.dtype not in FP8_DTYPES:
-            close = 2 * (b.float() - want).abs().nan_to_num().max()
+            # The unfused scale of a group is of an attention in bf16, which can be right by luck; hence a step of that.
+            close = torch.maximum(2 * (b.float() - want).abs().nan_to_num().max(), want.abs().nan_to_num() * 2.0**-8)
             assert ((a.float() - want).abs().nan_to_num() <= close).all()
         elif a.is_cuda:
             check_values(a, b, want)

@@ -44,14 +44,8 @@ def mend_interpreter() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    def fused_multiply_add(self, x, y, z):
-        # Theirs rounds the product. That of two fp32 numbers is exact in float64.
-        wide = x.data.astype("float64") * y.data + z.data
-        return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype)
-
     interpreter._convert_float = convert_float
     builder.create_dot = dot_of_values
-    builder.create_fma = fused_multiply_add
     interpreter._patch_lang_tensor = patch_tensor_for_numpy
 
 
