@@ -237,8 +237,7 @@ def why_unsupported(a: PagedAttentionArguments, capability: support.Capability |
     for name, dtype in dtypes.items():
         if dtype not in KERNEL_DTYPES:
             return f"{name} is {dtype}, they have bfloat16, float16, float8_e4m3fn and float8_e5m2"
-    pages, _, _, head_dim = a.key_cache.shape
-    seqs, columns = a.block_table.shape
+    head_dim, seqs = a.query.shape[2], a.block_table.shape[0]
     if head_dim not in KERNEL_HEAD_DIMS:
         return f"head_dim is {head_dim}, they have {', '.join(map(str, KERNEL_HEAD_DIMS))}"
     if seqs > MAX_SEQUENCES:
