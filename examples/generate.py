@@ -96,8 +96,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     ):  # fmt: skip
         if getattr(options, name) is None:
             setattr(options, name, on_cpu if small else on_gpu)
-        if getattr(options, name) < 1:
+    for name in ("requests", "new_tokens", "batch", "budget", "context", "pages", "page_size", "arrive_every"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if options.model is not None and not options.model.is_dir():
+        parser.error(f"--model {options.model} is not a folder")
     if options.budget < options.batch:
         parser.error(
             f"--budget {options.budget} is less than --batch {options.batch}: each request needs a token a step"
@@ -179,7 +182,7 @@ def main(argv: list[str] | None = None) -> None:
     model, stop = load(options, tokenizer.encode(TEXT.read_text()))
     context = min(options.context, model.config.context)
     requests = [Request(prompt, options.new_tokens) for prompt in prompts(options, tokenizer.encode)]
-    pages = options.pages or -(-context // options.page_size) * options.batch
+    pages = -(-context // options.page_size) * options.batch if options.pages is None else options.pages
     scheduler = Scheduler(
         pages, options.page_size, max_seqs=options.batch, budget=options.budget, context=context, stop=stop
     )

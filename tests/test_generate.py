@@ -216,13 +216,26 @@ def test_generates_without_arguments(generate, capsys, monkeypatch):
     [
         (["--prompt", "x" * 300], "exceed the context of 256"),
         (["--pages", "1", "--prompt", "x" * 100], "needs 2 pages of 64, the cache has 1"),
-        (["--model", "/nowhere"], r"/nowhere has no config\.json"),
     ],
 )
 def test_errors_say_what_to_do(generate, argv, sentence, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises((ValueError, OSError), match=sentence):
         generate.main(["--eager", *argv])
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--model", "/nowhere"], "--model /nowhere is not a folder"),
+        (["--pages", "0"], "--pages must be at least 1"),
+        (["--budget", "2", "--batch", "3"], "each request needs a token a step"),
+    ],
+)
+def test_arguments_without_a_meaning(generate, argv, sentence, capsys):
+    with pytest.raises(SystemExit):
+        generate.arguments(argv)
+    assert sentence in capsys.readouterr().err
 
 
 def test_compiled_with_the_passes(generate, capsys, monkeypatch):

@@ -86,10 +86,16 @@ def config_from_hugging_face(settings: Mapping[str, Any]) -> Config:
     for name, only in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         if settings.get(name, only) != only:
             raise ValueError(f"config.json: {name}={settings[name]!r} is not supported, only {only!r}")
+    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    if missing := [name for name in needed if name not in settings]:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
     rope = dict(settings.get("rope_scaling") or {}) | dict(settings.get("rope_parameters") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ValueError(f"config.json: RoPE of type {kind!r} is not supported, only 'default' and 'llama3'")
+    scaled = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if kind == "llama3" and (missing := [name for name in scaled if name not in rope]):
+        raise ValueError(f"config.json: RoPE of type 'llama3' lacks {', '.join(missing)}")
     heads = settings["num_attention_heads"]
     return Config(
         hidden=settings["hidden_size"],

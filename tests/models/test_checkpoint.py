@@ -241,6 +241,19 @@ def test_tensors_that_do_not_fit(tmp_path, change, sentence):
         load_folder(path, TEXT, block_size=16)
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"hidden_size": None, "vocab_size": None}, "config.json lacks hidden_size, vocab_size"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3' lacks low_freq_factor, high_freq_factor"),
+    ],
+)
+def test_configs_that_lack_something(change, sentence):
+    settings = {name: value for name, value in (JSON | change).items() if value is not None}
+    with pytest.raises(ValueError, match=sentence):
+        config_from_hugging_face(settings)
+
+
 def test_folders_that_lack_something(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         Checkpoint(tmp_path)
