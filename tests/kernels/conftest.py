@@ -1,7 +1,10 @@
 """Without a CUDA card the kernels run in Triton's interpreter, on CPU tensors, in the process of the other tests.
 
-Triton 3.6's interpreter gets some numbers wrong that the compiler gets right; those are mended here.
+Triton 3.6's interpreter gets some numbers wrong that the compiler gets right, and ignores arguments that a kernel does
+not have; both are mended here.
 """
+
+import inspect
 
 import pytest
 import torch
@@ -44,6 +47,16 @@ def mend_interpreter() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
+    run = interpreter.GridExecutor.__call__
+    options = {"num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl"}
+
+    def run_what_is_known(self, *tensors, **named):
+        unknown = named.keys() - options - {*inspect.signature(self.fn).parameters}
+        if unknown:  # what the compiler says, too
+            raise KeyError(f"{self.fn.__name__} has no argument {', '.join(sorted(unknown))}")
+        return run(self, *tensors, **named)
+
+    interpreter.GridExecutor.__call__ = run_what_is_known
     interpreter._convert_float = convert_float
     builder.create_dot = dot_of_values
     interpreter._patch_lang_tensor = patch_tensor_for_numpy

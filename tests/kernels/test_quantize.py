@@ -96,3 +96,10 @@ def test_the_opaque_form_is_the_plain_one_on_the_card(fp8):
                 off = (ordered(codes) - ordered(want)).abs()
                 assert off.max() <= 1
                 assert (off > 0).float().mean() < 2e-3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the compiler says so itself, in other words")
+def test_the_interpreter_refuses_arguments_that_a_kernel_does_not_have():
+    x, scale = hard(4), torch.tensor(0.3)
+    with pytest.raises(KeyError, match="_by_scale has no argument SPEED"):
+        kernels._by_scale[(1,)](torch.empty(4), x, scale, 4, 448.0, 16, SPEED=2)
