@@ -374,3 +374,19 @@ def test_a_value_with_another_head_size_is_declined_in_a_sentence():
         run(torch.randn(1, 2, 16, 64).bfloat16(), torch.randn(1, 2, 16, 32).bfloat16(), torch.tensor(0.02))
     (site,) = run.report.sites
     assert site.reason == "key [1, 2, 16, 64] and value [1, 2, 16, 32] have different shapes"
+
+
+@torch.no_grad()
+def test_a_rounding_to_another_fp8_dtype_on_the_way_is_declined():
+    """The fused op rounds once; the graph's codes are e5m2 numbers."""
+    q, k, v = torch.randn(3, 1, 2, 16, 64).bfloat16().unbind()
+
+    def fn(q, k, v, scale):
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v).float()
+        return (out / scale).to(torch.float8_e5m2).float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+    run = WithoutCode(fn)
+    codes = run(q, k, v, torch.tensor(0.02))
+    assert run.fused == 0
+    assert "rounds to float8_e5m2 before it quantises" in "\n".join(run.report.declined("attention_quant"))
+    assert torch.equal(codes.float(), codes.float().to(torch.float8_e5m2).float())
