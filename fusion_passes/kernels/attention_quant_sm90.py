@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from fusion_passes.kernels.device import multiprocessors
+
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
 
 ROWS = gl.constexpr(64)  # query rows of one consumer
@@ -366,7 +368,7 @@ def launch(
     config = CONFIG[head_dim]
     block_n = config[0]
     tiles = batch * heads * triton.cdiv(length, 2 * ROWS.value)
-    programs = min(tiles, _multiprocessors(query.device))
+    programs = min(tiles, multiprocessors(query.device))
     scale_tensor = query if output_scale is None else output_scale
     arguments = (
         _descriptor(query, ROWS.value),
@@ -397,11 +399,6 @@ def launch(
 
 
 _compiled: dict[tuple, triton.compiler.CompiledKernel] = {}
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 GLUON_DTYPES = {

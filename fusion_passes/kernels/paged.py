@@ -1,7 +1,9 @@
-"""What the kernels of paged attention share on the device: scales, the look-up of pages, FP8 rounding, the output."""
+"""What the kernels of paged attention share on the device: scales, the look-up of pages, the output."""
 
 import triton
 import triton.language as tl
+
+from fusion_passes.kernels.fp8 import to_fp8
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # The running maximum starts at the lowest finite number, not at -inf: a masked logit minus it is then -inf and never
@@ -16,19 +18,6 @@ def scale_or_one(scale_ptr):
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
     return scale
-
-
-@triton.jit
-def to_fp8(x, dtype: tl.constexpr):
-    """fp32 x as FP8: what overflows saturates, NaN stays NaN."""
-    LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
-    return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(dtype)
-
-
-@triton.jit
-def quantised(x, scale, dtype: tl.constexpr):
-    """The codes of a query, key or value: rounded division, so that all kernels and plain torch have the same."""
-    return to_fp8(tl.div_rn(x.to(tl.float32), scale), dtype)
 
 
 @triton.jit

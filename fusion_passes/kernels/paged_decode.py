@@ -19,7 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, quantised, scale_or_one, store_rows, to_fp8
+from fusion_passes.kernels.device import multiprocessors
+from fusion_passes.kernels.fp8 import quantised, to_fp8
+from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, scale_or_one, store_rows
 from fusion_passes.quant import FP8_DTYPES
 
 MAX_QUERY_LEN = 16
@@ -459,7 +461,7 @@ def launch(
     group = heads // kv_heads
     rows = max_query_len * group
     if config is None:
-        processors = _processors(query.device)
+        processors = multiprocessors(query.device) if query.is_cuda else 4
         config = plan(seqs, kv_heads, rows, columns * page_size, page_size, processors, mixed, head_dim)
     fp8_cache = key_cache.dtype in FP8_DTYPES
     values = value_cache.view(torch.int16) if fp8_cache else value_cache
@@ -541,11 +543,6 @@ def launch(
         num_warps=1 if block_s <= 8 else 4,
         launch_pdl=early,
     )
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @functools.cache

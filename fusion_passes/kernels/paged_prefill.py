@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, quantised, scale_or_one, store_rows, to_fp8
+from fusion_passes.kernels.fp8 import quantised, to_fp8
+from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, scale_or_one, store_rows
 from fusion_passes.quant import FP8_DTYPES
 
 SEARCHED = tl.constexpr(128)  # sequences looked at in one step of the search for a block's own

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from fusion_passes.kernels.device import multiprocessors
 from fusion_passes.quant import FP8_DTYPES
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
@@ -695,7 +696,7 @@ def launch(
     box = math.gcd(page_size, block_n)
     most_tiles = heads // pack * (tokens * pack // (2 * ROWS.value) + 2 * seqs)
     columns_of_box = min(head_dim, 128 // key_cache.element_size())
-    _paged_prefill[(min(most_tiles, _multiprocessors(query.device)),)](
+    _paged_prefill[(min(most_tiles, multiprocessors(query.device)),)](
         _descriptor(query, [ROWS.value // pack, pack, head_dim]),
         _descriptor(key_cache, [1, 1, box, columns_of_box]),
         _descriptor(value_cache, [1, 1, box, columns_of_box]),
@@ -783,11 +784,6 @@ CONFIG = {
     (128, False): (128, 3, 2, 2, True, False, True, 0, (240, 24, 24)),
     (256, False): (64, 2, 2, 2, False, False, True, 0, (240, 24, 24)),
 }
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 GLUON_DTYPES = {

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusion_passes.kernels.fp8 import quantised
 from fusion_passes.quant import max_value
 
 BLOCK = 2048
@@ -12,15 +13,10 @@ BLOCK = 2048
 
 
 @triton.jit
-def _saturated(x, LIMIT: tl.constexpr, dtype: tl.constexpr):
-    return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(dtype)
-
-
-@triton.jit
-def _by_scale(out, x, scale, count, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+def _by_scale(out, x, scale, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    y = tl.div_rn(tl.load(x + at, mask=at < count).to(tl.float32), tl.load(scale))
-    tl.store(out + at, _saturated(y, LIMIT, out.dtype.element_ty), mask=at < count)
+    codes = quantised(tl.load(x + at, mask=at < count), tl.load(scale), out.dtype.element_ty)
+    tl.store(out + at, codes, mask=at < count)
 
 
 @triton.jit
@@ -36,8 +32,7 @@ def _by_group(
     magnitude = tl.where(tl.max((y != y).to(tl.int32), 1) > 0, float("nan"), magnitude)
     scale = tl.maximum(tl.div_rn(magnitude, LIMIT), TINY, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.minimum(scale, largest_scale, propagate_nan=tl.PropagateNan.ALL)
-    codes = _saturated(tl.div_rn(y, scale[:, None]), LIMIT, out.dtype.element_ty)
-    tl.store(out + at, codes, mask=inside)
+    tl.store(out + at, quantised(y, scale[:, None], out.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < groups)
 
 
@@ -46,7 +41,7 @@ def by_scale(x: Tensor, scale: Tensor, out: Tensor) -> None:
 
     scale: fp32, one element, on the device."""
     if x.numel():
-        _by_scale[(triton.cdiv(x.numel(), BLOCK),)](out, x, scale, x.numel(), max_value(out.dtype), BLOCK)
+        _by_scale[(triton.cdiv(x.numel(), BLOCK),)](out, x, scale, x.numel(), BLOCK)
 
 
 def by_group(x: Tensor, size: int, out: Tensor, scales: Tensor, largest_scale: float) -> None:

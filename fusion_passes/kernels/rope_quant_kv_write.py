@@ -4,36 +4,38 @@ A program takes some heads of one token: of the query, or the same ones of key a
 rounded in registers and leaves for the output or the token's slot.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_passes.quant import FP8_DTYPES, max_value
+from fusion_passes.kernels.fp8 import to_fp8
+from fusion_passes.quant import FP8_DTYPES
 
 
 @triton.jit
-def _rounded(x, scale, SCALED: tl.constexpr, INVERSE: tl.constexpr, LIMIT: tl.constexpr, dtype: tl.constexpr):
-    """fp32 x as a tensor of this dtype holds it. LIMIT: the largest FP8 number, or 0 for a dtype that is no FP8."""
+def _rounded(x, scale, SCALED: tl.constexpr, INVERSE: tl.constexpr, dtype: tl.constexpr):
+    """fp32 x as a tensor of this dtype holds it."""
     if SCALED:
-        # Not tl.div_rn: that costs a sixth of the bandwidth, for a code in a million next to a rounding border.
+        # Not `quantised`: a rounded division took a sixth more time at 8192 tokens. Few codes differ, by a step.
         x = x * scale if INVERSE else x / scale
-    if LIMIT > 0.0:
-        x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return x.to(dtype)
+    if dtype.is_fp8():
+        y = to_fp8(x, dtype)
+    else:
+        y = x.to(dtype)
+    return y
 
 
 @triton.jit
 def _as_it_is(
     dst, src, loaded, stored, scale,
     FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr, INVERSE: tl.constexpr, LIMIT: tl.constexpr,
+    SCALED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """WIDTH dimensions of each head from FIRST on: quantised, not turned; bits of one dtype stay what they are."""
     d = tl.arange(0, BLOCK)[None, :]
     x = tl.load(src + FIRST + d, mask=loaded & (d < WIDTH))
     if SCALED or src.dtype.element_ty != dst.dtype.element_ty:
-        x = _rounded(x.to(tl.float32), scale, SCALED, INVERSE, LIMIT, dst.dtype.element_ty)
+        x = _rounded(x.to(tl.float32), scale, SCALED, INVERSE, dst.dtype.element_ty)
     tl.store(dst + FIRST + d, x, mask=stored & (d < WIDTH))
 
 
@@ -41,7 +43,7 @@ def _as_it_is(
 def _turned(
     dst, src, loaded, stored, scale, cos, sin,
     HALF: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr, INTERLEAVED: tl.constexpr,
-    SCALED: tl.constexpr, INVERSE: tl.constexpr, LIMIT: tl.constexpr,
+    SCALED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """The first 2 * HALF dimensions of each head, turned and quantised.
 
@@ -69,8 +71,8 @@ def _turned(
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     cos1, cos2 = cos1.to(tl.float32), cos2.to(tl.float32)
     sin1, sin2 = sin1.to(tl.float32), sin2.to(tl.float32)
-    y1 = _rounded(x1 * cos1 - x2 * sin1, scale, SCALED, INVERSE, LIMIT, dst.dtype.element_ty)
-    y2 = _rounded(x2 * cos2 + x1 * sin2, scale, SCALED, INVERSE, LIMIT, dst.dtype.element_ty)
+    y1 = _rounded(x1 * cos1 - x2 * sin1, scale, SCALED, INVERSE, dst.dtype.element_ty)
+    y2 = _rounded(x2 * cos2 + x1 * sin2, scale, SCALED, INVERSE, dst.dtype.element_ty)
     if INTERLEAVED:
         turned = tl.reshape(tl.join(y1, y2), [heads, 2 * BLOCK])
         tl.store(dst + both, turned, mask=stored & (both < 2 * HALF))
@@ -114,8 +116,6 @@ def _rope_quant_kv_write(
     INTERLEAVED: tl.constexpr,
     Q_SCALED: tl.constexpr,
     Q_INVERSE: tl.constexpr,
-    Q_LIMIT: tl.constexpr,
-    CACHE_LIMIT: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -147,12 +147,12 @@ def _rope_quant_kv_write(
             q_dst = out_ptr + (t * HEADS + q_head) * HEAD_DIM
             _turned(
                 q_dst, q_src, q_inside, q_inside, q_scale, cos, sin,
-                HALF, BLOCK_HALF, WIDE, STEP, INTERLEAVED, Q_SCALED, Q_INVERSE, Q_LIMIT,
+                HALF, BLOCK_HALF, WIDE, STEP, INTERLEAVED, Q_SCALED, Q_INVERSE,
             )  # fmt: skip
             if 2 * HALF < HEAD_DIM:
                 _as_it_is(
                     q_dst, q_src, q_inside, q_inside, q_scale,
-                    2 * HALF, HEAD_DIM - 2 * HALF, BLOCK_REST, Q_SCALED, Q_INVERSE, Q_LIMIT,
+                    2 * HALF, HEAD_DIM - 2 * HALF, BLOCK_REST, Q_SCALED, Q_INVERSE,
                 )  # fmt: skip
     if chunk >= q_chunks:
         h = ((chunk - q_chunks) * BLOCK_KV + tl.arange(0, BLOCK_KV))[:, None]
@@ -170,12 +170,12 @@ def _rope_quant_kv_write(
         if HALF > 0:
             _turned(
                 k_dst, k_src, inside, stored, k_scale, cos, sin,
-                HALF, BLOCK_HALF, WIDE, STEP, INTERLEAVED, k_scale_ptr is not None, False, CACHE_LIMIT,
+                HALF, BLOCK_HALF, WIDE, STEP, INTERLEAVED, k_scale_ptr is not None, False,
             )  # fmt: skip
         if 2 * HALF < HEAD_DIM:
             _as_it_is(
                 k_dst, k_src, inside, stored, k_scale,
-                2 * HALF, HEAD_DIM - 2 * HALF, BLOCK_REST, k_scale_ptr is not None, False, CACHE_LIMIT,
+                2 * HALF, HEAD_DIM - 2 * HALF, BLOCK_REST, k_scale_ptr is not None, False,
             )  # fmt: skip
         v_scale = 1.0
         if v_scale_ptr is not None:
@@ -184,7 +184,7 @@ def _rope_quant_kv_write(
         v_dst = value_cache_ptr + page * vc_p + h * vc_h + offset * vc_s
         _as_it_is(
             v_dst, v_src, inside, stored, v_scale,
-            0, HEAD_DIM, BLOCK_D, v_scale_ptr is not None, False, CACHE_LIMIT,
+            0, HEAD_DIM, BLOCK_D, v_scale_ptr is not None, False,
         )  # fmt: skip
 
 
@@ -297,8 +297,6 @@ def _launch(
         interleaved,
         out.dtype in FP8_DTYPES and (q_scale is not None or q_scale_factor != 1.0),
         q_scale_inverse,
-        _limit(out.dtype),
-        _limit(key_cache.dtype),
         block_q,
         block_kv,
         _power(half),
@@ -329,10 +327,6 @@ def _rows(x: Tensor) -> Tensor:
 def _strides(x: Tensor, count: int) -> tuple[int, ...]:
     """The first strides; 0 where there is one element, whose stride says nothing and would cost a compilation."""
     return tuple(stride if size > 1 else 0 for size, stride in zip(x.shape[:count], x.stride(), strict=False))
-
-
-def _limit(dtype: torch.dtype) -> float:
-    return max_value(dtype) if dtype in FP8_DTYPES else 0.0
 
 
 def _power(n: int) -> int:
