@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusion_passes.kernels.fp8 import to_fp8
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 # The running maximum starts at the lowest finite number, not at -inf: a masked score minus it is then -inf and never
 # NaN, a row that sees nothing ends with a sum of 0, and scores at the lowest number itself still average as in torch.
@@ -125,7 +127,6 @@ def _attention_quant(
     MASK: tl.constexpr,
     NATURAL: tl.constexpr,
     INVERSE: tl.constexpr,
-    LIMIT: tl.constexpr,
 ):  # fmt: skip
     # Heads of one KV head run side by side and share its keys in the L2; the longest rows of a causal mask go first.
     batch_heads = tl.num_programs(0) // row_blocks
@@ -172,9 +173,8 @@ def _attention_quant(
         out_scale = tl.load(out_scale_ptr) * out_scale_factor
     factor = out_scale if INVERSE else 1.0 / out_scale
     acc = acc * (factor / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
-    acc = tl.clamp(acc, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     out = out_ptr + b * out_b + h * out_h + long_rows[:, None] * out_s + dims[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=own)
+    tl.store(out, to_fp8(acc, out_ptr.dtype.element_ty), mask=own)
 
 
 def launch(
@@ -236,7 +236,6 @@ def launch(
         MASK=mask_kind,
         NATURAL=natural,
         INVERSE=output_scale_inverse,
-        LIMIT=torch.finfo(out.dtype).max,
         num_warps=num_warps,
         num_stages=num_stages,
     )

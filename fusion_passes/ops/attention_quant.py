@@ -8,7 +8,6 @@ for all values of a symbolic size counts as supported, and no question adds a gu
 import functools
 import importlib
 import logging
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from types import ModuleType
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusion_passes import reference
-from fusion_passes.ops.support import Capability, device_capability, triton_version
+from fusion_passes.ops.support import Capability, device_capability, taking, triton_version
 from fusion_passes.quant import dtype_name
 from fusion_passes.symbolic import known
 
@@ -331,13 +330,9 @@ _library.define(
 )
 
 
-def _takes(run: Callable[[AttentionQuantArguments], Tensor]) -> Callable[..., Tensor]:
-    return lambda *tensors, **options: run(AttentionQuantArguments(*tensors, **options))
-
-
-_library.impl("attention_quant", _takes(_cpu), "CPU")
-_library.impl("attention_quant", _takes(_cuda), "CUDA")
-torch.library.register_fake("fusion_passes::attention_quant", _takes(_fake), lib=_library)
+_library.impl("attention_quant", taking(AttentionQuantArguments, _cpu), "CPU")
+_library.impl("attention_quant", taking(AttentionQuantArguments, _cuda), "CUDA")
+torch.library.register_fake("fusion_passes::attention_quant", taking(AttentionQuantArguments, _fake), lib=_library)
 
 
 def attention_quant(

@@ -4,108 +4,105 @@ The two caches are changed in place, and declared so: whatever reads them later 
 """
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fusion_passes import reference
 from fusion_passes.ops import kv_cache
-from fusion_passes.ops.support import device_capability, on_its_device, triton_version
+from fusion_passes.ops.support import device_capability, on_its_device, taking, triton_version
 from fusion_passes.quant import FP8_DTYPES, dtype_name
 from fusion_passes.symbolic import known
 
 KERNEL_DTYPES = (*kv_cache.HIGH_PRECISION_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def validate(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
-    """Raise ValueError, or TypeError for a dtype, if the operator cannot mean anything with these arguments."""
-    kv_cache.validate_cache(key_cache, value_cache)
-    kv_cache.validate_scales(k_scale=k_scale, v_scale=v_scale)
-    kv_cache.validate_devices(
-        key_cache.device,
-        value_cache=value_cache,
-        key=key,
-        value=value,
-        slot_mapping=slot_mapping,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    _, kv_heads, _, head_dim = key_cache.shape
-    for name, x in (("key", key), ("value", value)):
-        if x.ndim != 3 or known(x.shape[1] != kv_heads) or known(x.shape[2] != head_dim):
-            raise ValueError(f"{name} must be [tokens, {kv_heads}, {head_dim}] for this cache, got {list(x.shape)}")
-        if x.dtype != key.dtype:
-            raise TypeError(f"key and value must have one dtype, got {key.dtype} and {value.dtype}")
-    if slot_mapping.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}")
-    if slot_mapping.ndim != 1 or any(known(slot_mapping.shape[0] != x.shape[0]) for x in (key, value)):
-        raise ValueError(
-            f"slot_mapping must have an entry for each token, got {list(slot_mapping.shape)} for keys "
-            f"{list(key.shape)} and values {list(value.shape)}"
+@dataclass(frozen=True, eq=False)
+class KVCacheWriteArguments:
+    """A call of the op, in the order of its schema: what the fields mean, ``kv_cache_write`` says.
+
+    Raises ValueError, or TypeError for a dtype, if the call cannot mean anything.
+    """
+
+    key: Tensor
+    value: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    slot_mapping: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        key, value, key_cache, value_cache = self.key, self.value, self.key_cache, self.value_cache
+        slot_mapping, k_scale, v_scale = self.slot_mapping, self.k_scale, self.v_scale
+        kv_cache.validate_cache(key_cache, value_cache)
+        kv_cache.validate_scales(k_scale=k_scale, v_scale=v_scale)
+        kv_cache.validate_devices(
+            key_cache.device,
+            value_cache=value_cache,
+            key=key,
+            value=value,
+            slot_mapping=slot_mapping,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
-    if (k_scale is not None or v_scale is not None) and (key_cache.dtype not in FP8_DTYPES or key.dtype in FP8_DTYPES):
-        raise ValueError(
-            f"k_scale and v_scale quantise {key.dtype} keys for an FP8 cache; this cache is {key_cache.dtype}: "
-            "leave them out"
+        _, kv_heads, _, head_dim = key_cache.shape
+        for name, x in (("key", key), ("value", value)):
+            if x.ndim != 3 or known(x.shape[1] != kv_heads) or known(x.shape[2] != head_dim):
+                raise ValueError(f"{name} must be [tokens, {kv_heads}, {head_dim}] for this cache, got {list(x.shape)}")
+            if x.dtype != key.dtype:
+                raise TypeError(f"key and value must have one dtype, got {key.dtype} and {value.dtype}")
+        if slot_mapping.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}")
+        if slot_mapping.ndim != 1 or any(known(slot_mapping.shape[0] != x.shape[0]) for x in (key, value)):
+            raise ValueError(
+                f"slot_mapping must have an entry for each token, got {list(slot_mapping.shape)} for keys "
+                f"{list(key.shape)} and values {list(value.shape)}"
+            )
+        if (k_scale is not None or v_scale is not None) and (
+            key_cache.dtype not in FP8_DTYPES or key.dtype in FP8_DTYPES
+        ):
+            raise ValueError(
+                f"k_scale and v_scale quantise {key.dtype} keys for an FP8 cache; this cache is {key_cache.dtype}: "
+                "leave them out"
+            )
+        if key.dtype != key_cache.dtype and (
+            key.dtype not in kv_cache.HIGH_PRECISION_DTYPES or key_cache.dtype not in FP8_DTYPES
+        ):
+            raise TypeError(f"a cache of {key_cache.dtype} does not take keys of {key.dtype}")
+
+    def run(self, write: Callable[..., None]) -> None:
+        """The op by a function that takes its tensors, in order."""
+        write(
+            *(self.key, self.value, self.key_cache, self.value_cache, self.slot_mapping),
+            *(self.k_scale, self.v_scale),
         )
-    if key.dtype != key_cache.dtype and (
-        key.dtype not in kv_cache.HIGH_PRECISION_DTYPES or key_cache.dtype not in FP8_DTYPES
-    ):
-        raise TypeError(f"a cache of {key_cache.dtype} does not take keys of {key.dtype}")
+
+    def check_values(self) -> None:
+        """Raise IndexError for a slot outside of the cache. Waits for the device."""
+        kv_cache.check_slots(self.slot_mapping, self.key_cache.shape[0] * self.key_cache.shape[2])
 
 
-def _fake(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    validate(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+def _fake(a: KVCacheWriteArguments) -> None:
+    """Nothing to return: `a` has been validated."""
 
 
-def _cpu(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    validate(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    kv_cache.check_slots(slot_mapping, key_cache.shape[0] * key_cache.shape[2])
-    reference.kv_cache_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+def _cpu(a: KVCacheWriteArguments) -> None:
+    a.check_values()
+    a.run(reference.kv_cache_write)
 
 
-def _cuda(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    validate(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    if kv_cache.values_are_checked(key_cache.device):
-        kv_cache.check_slots(slot_mapping, key_cache.shape[0] * key_cache.shape[2])
-    if has_kernel(key, key_cache):
+def _cuda(a: KVCacheWriteArguments) -> None:
+    if kv_cache.values_are_checked(a.key_cache.device):
+        a.check_values()
+    if has_kernel(a.key, a.key_cache):
         from fusion_passes.kernels.rope_quant_kv_write import launch_write
 
-        launch_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+        a.run(launch_write)
     else:
-        scatter(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+        a.run(scatter)
 
 
 def has_kernel(key: Tensor, key_cache: Tensor) -> bool:
@@ -168,9 +165,9 @@ _library.define(
     # A cache is written where it lies: a copy with other strides would be another cache.
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
-_library.impl("kv_cache_write", _cpu, "CPU")
-_library.impl("kv_cache_write", on_its_device(_cuda), "CUDA")
-torch.library.register_fake("fusion_passes::kv_cache_write", _fake, lib=_library)
+_library.impl("kv_cache_write", taking(KVCacheWriteArguments, _cpu), "CPU")
+_library.impl("kv_cache_write", on_its_device(taking(KVCacheWriteArguments, _cuda)), "CUDA")
+torch.library.register_fake("fusion_passes::kv_cache_write", taking(KVCacheWriteArguments, _fake), lib=_library)
 
 
 def kv_cache_write(

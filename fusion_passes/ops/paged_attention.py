@@ -359,15 +359,12 @@ def _group_arguments(*tensors: Tensor | None, group_size: int = 128, **options: 
 
 
 def _register(name: str, schema: str, arguments: Callable[..., PagedAttentionArguments]) -> None:
-    def takes(run: Callable[[PagedAttentionArguments], Result]) -> Callable[..., Result]:
-        return lambda *tensors, **options: run(arguments(*tensors, **options))
-
     # The caches must be read where they lie.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _library.define(f"{name}{schema}", tags=tags)
-    _library.impl(name, takes(_cpu), "CPU")
-    _library.impl(name, support.on_its_device(takes(_cuda)), "CUDA")
-    torch.library.register_fake(f"fusion_passes::{name}", takes(_fake), lib=_library)
+    _library.impl(name, support.taking(arguments, _cpu), "CPU")
+    _library.impl(name, support.on_its_device(support.taking(arguments, _cuda)), "CUDA")
+    torch.library.register_fake(f"fusion_passes::{name}", support.taking(arguments, _fake), lib=_library)
 
 
 _register(

@@ -4,216 +4,155 @@ It computes in fp32 and rounds once, to what it returns and to what it writes.  
 the same steps: inside of a kernel it keeps bf16 values in fp32.  Eager torch rounds after each step.
 """
 
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+
 import torch
 from torch import Tensor
 
 from fusion_passes import reference
 from fusion_passes.ops import kv_cache
-from fusion_passes.ops.kv_cache_write import KERNEL_DTYPES, has_kernel, scatter
-from fusion_passes.ops.kv_cache_write import validate as validate_write
-from fusion_passes.ops.support import on_its_device
+from fusion_passes.ops.kv_cache_write import KERNEL_DTYPES, KVCacheWriteArguments, has_kernel, scatter
+from fusion_passes.ops.support import on_its_device, taking
 from fusion_passes.quant import FP8_DTYPES, saturate
 from fusion_passes.symbolic import known
 
 
-def output_dtype(query: Tensor, key_cache: Tensor, q_scale: Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that the rotated query leaves in: the cache's FP8 if it has a scale, its own if not, or what is asked
-    for."""
-    if dtype is not None:
-        return dtype
-    return key_cache.dtype if q_scale is not None and key_cache.dtype in FP8_DTYPES else query.dtype
+@dataclass(frozen=True, eq=False)
+class RopeQuantKVWriteArguments:
+    """A call of the op, in the order of its schema: what the fields mean, ``rope_quant_kv_write`` says.
 
+    Raises ValueError, or TypeError for a dtype, if the call cannot mean anything.
+    """
 
-def validate(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    rotary_dim: int,
-    dtype: torch.dtype | None,
-) -> torch.dtype:
-    """The dtype of the output.  Raises ValueError, or TypeError for a dtype, for arguments without a meaning."""
-    validate_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    kv_cache.validate_scales(q_scale=q_scale)
-    kv_cache.validate_devices(key_cache.device, query=query, cos=cos, sin=sin, positions=positions, q_scale=q_scale)
-    head_dim = key.shape[2]
-    if query.ndim != 3 or known(query.shape[2] != head_dim) or known(query.shape[0] != key.shape[0]):
-        raise ValueError(f"query must be [{key.shape[0]}, heads, {head_dim}] like the keys, got {list(query.shape)}")
-    if query.dtype != key.dtype or query.dtype not in kv_cache.HIGH_PRECISION_DTYPES:
-        raise TypeError(
-            f"query and key must have one dtype, bfloat16, float16 or float32, got {query.dtype} and {key.dtype}"
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    key_cache: Tensor
+    value_cache: Tensor
+    slot_mapping: Tensor
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    _: KW_ONLY
+    rotary_dim: int
+    interleaved: bool = False
+    q_scale_factor: float = 1.0
+    q_scale_inverse: bool = False
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        KVCacheWriteArguments(
+            *(self.key, self.value, self.key_cache, self.value_cache, self.slot_mapping, self.k_scale, self.v_scale)
         )
-    if rotary_dim < 2 or rotary_dim % 2 or known(rotary_dim > head_dim):
-        raise ValueError(f"rotary_dim must be even and from 2 to the head size, {head_dim}, got {rotary_dim}")
-    for name, x in (("cos", cos), ("sin", sin)):
-        if x.ndim != 2 or all(known(x.shape[1] != width) for width in (rotary_dim, rotary_dim // 2)):
-            raise ValueError(f"{name} must be [rows, {rotary_dim}] or [rows, {rotary_dim // 2}], got {list(x.shape)}")
-        if x.dtype not in kv_cache.HIGH_PRECISION_DTYPES or x.dtype != cos.dtype:
-            raise TypeError(
-                f"cos and sin must have one dtype, bfloat16, float16 or float32, got {cos.dtype} and {sin.dtype}"
-            )
-    if any(known(a != b) for a, b in zip(cos.shape, sin.shape, strict=True)):
-        raise ValueError(f"cos and sin must be alike, got {list(cos.shape)} and {list(sin.shape)}")
-    if positions is None:
-        if known(cos.shape[0] != key.shape[0]):
+        query, key, key_cache, q_scale = self.query, self.key, self.key_cache, self.q_scale
+        cos, sin, positions, rotary_dim = self.cos, self.sin, self.positions, self.rotary_dim
+        kv_cache.validate_scales(q_scale=q_scale)
+        kv_cache.validate_devices(key_cache.device, query=query, cos=cos, sin=sin, positions=positions, q_scale=q_scale)
+        head_dim = key.shape[2]
+        if query.ndim != 3 or known(query.shape[2] != head_dim) or known(query.shape[0] != key.shape[0]):
             raise ValueError(
-                f"without positions cos and sin have a row for each of the {key.shape[0]} tokens, got {cos.shape[0]}"
+                f"query must be [{key.shape[0]}, heads, {head_dim}] like the keys, got {list(query.shape)}"
             )
-    else:
-        if positions.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"positions must be int32 or int64, got {positions.dtype}")
-        if positions.ndim != 1 or known(positions.shape[0] != key.shape[0]):
-            raise ValueError(f"positions must be [{key.shape[0]}], one for each token, got {list(positions.shape)}")
-    out = output_dtype(query, key_cache, q_scale, dtype)
-    if out not in (*kv_cache.HIGH_PRECISION_DTYPES, *FP8_DTYPES):
-        raise TypeError(f"the query leaves as FP8, bfloat16, float16 or float32, not as {out}")
-    if q_scale is not None and out not in FP8_DTYPES:
-        raise ValueError(f"q_scale quantises the query, but it leaves as {out}: leave the scale out")
-    return out
+        if query.dtype != key.dtype or query.dtype not in kv_cache.HIGH_PRECISION_DTYPES:
+            raise TypeError(
+                f"query and key must have one dtype, bfloat16, float16 or float32, got {query.dtype} and {key.dtype}"
+            )
+        if rotary_dim < 2 or rotary_dim % 2 or known(rotary_dim > head_dim):
+            raise ValueError(f"rotary_dim must be even and from 2 to the head size, {head_dim}, got {rotary_dim}")
+        for name, x in (("cos", cos), ("sin", sin)):
+            if x.ndim != 2 or all(known(x.shape[1] != width) for width in (rotary_dim, rotary_dim // 2)):
+                raise ValueError(
+                    f"{name} must be [rows, {rotary_dim}] or [rows, {rotary_dim // 2}], got {list(x.shape)}"
+                )
+            if x.dtype not in kv_cache.HIGH_PRECISION_DTYPES or x.dtype != cos.dtype:
+                raise TypeError(
+                    f"cos and sin must have one dtype, bfloat16, float16 or float32, got {cos.dtype} and {sin.dtype}"
+                )
+        if any(known(a != b) for a, b in zip(cos.shape, sin.shape, strict=True)):
+            raise ValueError(f"cos and sin must be alike, got {list(cos.shape)} and {list(sin.shape)}")
+        if positions is None:
+            if known(cos.shape[0] != key.shape[0]):
+                raise ValueError(
+                    f"without positions cos and sin have a row for each of the {key.shape[0]} tokens, "
+                    f"got {cos.shape[0]}"
+                )
+        else:
+            if positions.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"positions must be int32 or int64, got {positions.dtype}")
+            if positions.ndim != 1 or known(positions.shape[0] != key.shape[0]):
+                raise ValueError(f"positions must be [{key.shape[0]}], one for each token, got {list(positions.shape)}")
+        out = self.out_dtype
+        if out not in (*kv_cache.HIGH_PRECISION_DTYPES, *FP8_DTYPES):
+            raise TypeError(f"the query leaves as FP8, bfloat16, float16 or float32, not as {out}")
+        if q_scale is not None and out not in FP8_DTYPES:
+            raise ValueError(f"q_scale quantises the query, but it leaves as {out}: leave the scale out")
 
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype that the rotated query leaves in: what is asked for, or the cache's FP8 if it has a scale, or its
+        own."""
+        if self.dtype is not None:
+            return self.dtype
+        fp8 = self.q_scale is not None and self.key_cache.dtype in FP8_DTYPES
+        return self.key_cache.dtype if fp8 else self.query.dtype
 
-def _fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    rotary_dim: int,
-    interleaved: bool = False,
-    q_scale_factor: float = 1.0,
-    q_scale_inverse: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    out_dtype = validate(
-        *(query, key, value, cos, sin, positions, key_cache, value_cache, slot_mapping),
-        *(q_scale, k_scale, v_scale, rotary_dim, dtype),
-    )
-    return query.new_empty(query.shape, dtype=out_dtype)
+    def check_values(self) -> None:
+        """Raise IndexError for a slot outside of the cache or a position outside of the table. Waits for the device."""
+        kv_cache.check_slots(self.slot_mapping, self.key_cache.shape[0] * self.key_cache.shape[2])
+        if self.positions is None or not self.positions.numel():
+            return
+        first, last, rows = int(self.positions.min()), int(self.positions.max()), self.cos.shape[0]
+        if first < -rows or last >= rows:
+            raise IndexError(f"positions are from {first} to {last}, cos and sin have {rows} rows")
 
-
-def _cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    rotary_dim: int,
-    interleaved: bool = False,
-    q_scale_factor: float = 1.0,
-    q_scale_inverse: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    out_dtype = validate(
-        *(query, key, value, cos, sin, positions, key_cache, value_cache, slot_mapping),
-        *(q_scale, k_scale, v_scale, rotary_dim, dtype),
-    )
-    check_indices(cos, positions, key_cache, slot_mapping)
-    rotated, out = _rotate(key, query, cos, sin, positions, key_cache.dtype, rotary_dim, interleaved)
-    reference.kv_cache_write(rotated, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    return _quantize(out, q_scale, q_scale_factor, q_scale_inverse, out_dtype)
-
-
-def _cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    rotary_dim: int,
-    interleaved: bool = False,
-    q_scale_factor: float = 1.0,
-    q_scale_inverse: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    out_dtype = validate(
-        *(query, key, value, cos, sin, positions, key_cache, value_cache, slot_mapping),
-        *(q_scale, k_scale, v_scale, rotary_dim, dtype),
-    )
-    if kv_cache.values_are_checked(key_cache.device):
-        check_indices(cos, positions, key_cache, slot_mapping)
-    if has_kernel(key, key_cache) and out_dtype in KERNEL_DTYPES:
-        from fusion_passes.kernels.rope_quant_kv_write import launch
-
-        out = query.new_empty(query.shape, dtype=out_dtype)
-        launch(
-            *(out, query, key, value, cos, sin, positions, key_cache, value_cache, slot_mapping),
-            *(q_scale, k_scale, v_scale),
-            rotary_dim=rotary_dim,
-            interleaved=interleaved,
-            q_scale_factor=q_scale_factor,
-            q_scale_inverse=q_scale_inverse,
+    def in_plain_torch(self, write: Callable[..., None]) -> Tensor:
+        """The op by `write`, which does what ``kv_cache_write`` does: rotated keys go to it in fp32 for an FP8 cache,
+        in the cache's dtype for another."""
+        cos, sin = self.cos, self.sin
+        if self.positions is not None:
+            cos, sin = cos[self.positions], sin[self.positions]
+        key, query = (
+            reference.rope(x, cos[:, None], sin[:, None], rotary_dim=self.rotary_dim, interleaved=self.interleaved)
+            for x in (self.key, self.query)
         )
-        return out
-    rotated, out = _rotate(key, query, cos, sin, positions, key_cache.dtype, rotary_dim, interleaved)
-    scatter(rotated, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    return _quantize(out, q_scale, q_scale_factor, q_scale_inverse, out_dtype)
+        key = key if self.key_cache.dtype in FP8_DTYPES else key.to(self.key_cache.dtype)
+        write(key, self.value, self.key_cache, self.value_cache, self.slot_mapping, self.k_scale, self.v_scale)
+        if self.out_dtype not in FP8_DTYPES:
+            return query.to(self.out_dtype)
+        by = reference.product(self.q_scale_factor, self.q_scale)
+        return saturate(query * by if self.q_scale_inverse else query / by, self.out_dtype)
 
 
-def _rotate(
-    key: Tensor,
-    query: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cache_dtype: torch.dtype,
-    rotary_dim: int,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor]:
-    """Key as an FP8 cache (in fp32) or another one takes it, and query in fp32."""
-    if positions is not None:
-        cos, sin = cos[positions], sin[positions]
-    cos, sin = cos[:, None], sin[:, None]
-    key, query = (reference.rope(x, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved) for x in (key, query))
-    return (key if cache_dtype in FP8_DTYPES else key.to(cache_dtype)), query
+def _fake(a: RopeQuantKVWriteArguments) -> Tensor:
+    return a.query.new_empty(a.query.shape, dtype=a.out_dtype)
 
 
-def _quantize(x: Tensor, scale: Tensor | None, factor: float, inverse: bool, dtype: torch.dtype) -> Tensor:
-    if dtype not in FP8_DTYPES:
-        return x.to(dtype)
-    by = reference.product(factor, scale)
-    return saturate(x * by if inverse else x / by, dtype)
+def _cpu(a: RopeQuantKVWriteArguments) -> Tensor:
+    a.check_values()
+    return a.in_plain_torch(reference.kv_cache_write)
 
 
-def check_indices(cos: Tensor, positions: Tensor | None, key_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Raise IndexError for a slot outside of the cache or a position outside of the table.  Waits for the device."""
-    kv_cache.check_slots(slot_mapping, key_cache.shape[0] * key_cache.shape[2])
-    if positions is None or not positions.numel():
-        return
-    first, last, rows = int(positions.min()), int(positions.max()), cos.shape[0]
-    if first < -rows or last >= rows:
-        raise IndexError(f"positions are from {first} to {last}, cos and sin have {rows} rows")
+def _cuda(a: RopeQuantKVWriteArguments) -> Tensor:
+    if kv_cache.values_are_checked(a.key_cache.device):
+        a.check_values()
+    if not has_kernel(a.key, a.key_cache) or a.out_dtype not in KERNEL_DTYPES:
+        return a.in_plain_torch(scatter)
+    from fusion_passes.kernels.rope_quant_kv_write import launch
+
+    out = a.query.new_empty(a.query.shape, dtype=a.out_dtype)
+    launch(
+        *(out, a.query, a.key, a.value, a.cos, a.sin, a.positions, a.key_cache, a.value_cache, a.slot_mapping),
+        *(a.q_scale, a.k_scale, a.v_scale),
+        rotary_dim=a.rotary_dim,
+        interleaved=a.interleaved,
+        q_scale_factor=a.q_scale_factor,
+        q_scale_inverse=a.q_scale_inverse,
+    )
+    return out
 
 
 _library = torch.library.Library("fusion_passes", "FRAGMENT")
@@ -225,9 +164,11 @@ _library.define(
     # A cache is written where it lies: a copy with other strides would be another cache.
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
-_library.impl("rope_quant_kv_write", _cpu, "CPU")
-_library.impl("rope_quant_kv_write", on_its_device(_cuda), "CUDA")
-torch.library.register_fake("fusion_passes::rope_quant_kv_write", _fake, lib=_library)
+_library.impl("rope_quant_kv_write", taking(RopeQuantKVWriteArguments, _cpu), "CPU")
+_library.impl("rope_quant_kv_write", on_its_device(taking(RopeQuantKVWriteArguments, _cuda)), "CUDA")
+torch.library.register_fake(
+    "fusion_passes::rope_quant_kv_write", taking(RopeQuantKVWriteArguments, _fake), lib=_library
+)
 
 
 def rope_quant_kv_write(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Arguments = ParamSpec("Arguments")
+Call = TypeVar("Call")
 Result = TypeVar("Result")
 Capability = tuple[int, int]
 
@@ -36,6 +37,11 @@ def on_its_device(
             return run(x, *args, **kwargs)
 
     return guarded  # type: ignore[return-value]  # mypy: a wrapper of it is not a callable like it
+
+
+def taking(arguments: Callable[..., Call], run: Callable[[Call], Result]) -> Callable[..., Result]:
+    """An implementation of an op, which torch calls with all arguments, from `run`, which takes one value of them."""
+    return lambda *tensors, **options: run(arguments(*tensors, **options))
 
 
 @functools.cache
