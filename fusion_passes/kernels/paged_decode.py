@@ -381,14 +381,28 @@ def _combine(
 
 @dataclass(frozen=True)
 class Plan:
-    """How the work is shared. The rows of a key head in row_blocks tiles of block_m, keys in tiles of block_n."""
+    """How the work is shared. The rows of a key head in row_blocks tiles of block_m, keys in tiles of block_n.
+
+    programs: so many on a processor at once, for which the compiler has to leave registers.
+    """
 
     block_m: int
     row_blocks: int
     block_n: int
     splits: int
+    programs: int = 2
     num_warps: int = 4
     num_stages: int = 3
+
+    @property
+    def most_registers(self) -> int | None:
+        """Of a thread, where the programs would not fit otherwise: a processor has 65536, given out by eights."""
+        limit = 65536 // (32 * self.num_warps * self.programs) // 8 * 8
+        return limit if limit < 255 else None
+
+
+MANY_SPLITS = 40
+"""From this on, combining costs more than one program more on a processor brings."""
 
 
 def plan(
@@ -400,8 +414,9 @@ def plan(
     processors: int,
     mixed: bool = False,
     head_dim: int = 128,
+    itemsize: int = 1,
 ) -> Plan:
-    """From shapes alone. mixed: most sequences have fewer than these rows, many just one token.
+    """From shapes alone. mixed: most sequences have fewer than these rows, many just one token. itemsize: of the cache.
 
     One wave of programs: a second, partly filled one costs up to 40 %, and each further split costs time to combine.
     More sequences than that are split into about eight waves, which even out what different lengths make uneven. Each
@@ -411,15 +426,25 @@ def plan(
     block_m = 16 if rows <= 16 or mixed else 32 if rows <= 32 or head_dim != 128 else 64
     row_blocks = triton.cdiv(rows, block_m)
     groups = seqs * kv_heads * (1 if mixed else row_blocks)
-    # Tiles of 128 keys if a wave without splits nearly fills the chip (more bytes in flight), and for small pages
-    # (fewer look-ups a key). Then registers allow two programs on a processor, as from 32 rows on.
-    few = block_m == 16 and (page_size < 64 or processors < groups <= 2 * processors)
-    block_n = 128 if few else 64
-    resident = 3 if block_n == 64 and block_m == 16 else 2
-    wave = resident * processors
-    splits = wave // groups if groups <= wave else min(8, triton.cdiv(8 * wave, groups))
-    splits = max(1, min(splits, triton.cdiv(max_keys, 2 * block_n)))
-    return Plan(block_m, row_blocks, block_n, splits)
+    key_bytes = head_dim * itemsize
+    # Keys of a tile, and the programs whose registers and shared memory a processor has, by the bytes of a key.
+    block_n, programs = 64, 4 if 64 <= key_bytes <= 128 else 2
+    if block_m > 16:
+        programs = min(programs, 3 if block_m == 32 else 2)
+    elif key_bytes == 64:
+        block_n = 128
+    elif key_bytes == 128 and (page_size < 64 or 1.8 * processors < groups <= 2 * processors):
+        # Fewer look-ups a key for small pages; more bytes in flight where a wave without splits nearly fills the chip.
+        block_n, programs = 128, 3
+    if key_bytes > 256:
+        block_n = 32
+    if groups > 3 * processors:
+        splits = min(8, triton.cdiv(24 * processors, groups))
+    else:
+        if programs > 2 and programs * processors > MANY_SPLITS * groups:
+            programs -= 1
+        splits = programs * processors // groups
+    return Plan(block_m, row_blocks, block_n, max(1, min(splits, triton.cdiv(max_keys, 2 * block_n))), programs)
 
 
 def launch(
@@ -462,7 +487,12 @@ def launch(
     rows = max_query_len * group
     if config is None:
         processors = multiprocessors(query.device) if query.is_cuda else 4
-        config = plan(seqs, kv_heads, rows, columns * page_size, page_size, processors, mixed, head_dim)
+        config = plan(
+            *(seqs, kv_heads, rows, columns * page_size, page_size, processors),
+            mixed=mixed,
+            head_dim=head_dim,
+            itemsize=key_cache.element_size(),
+        )
     fp8_cache = key_cache.dtype in FP8_DTYPES
     values = value_cache.view(torch.int16) if fp8_cache else value_cache
     early = query.is_cuda and _launches_early(query.device)
@@ -518,12 +548,15 @@ def launch(
         PTX=query.is_cuda,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.most_registers,
         launch_pdl=early,
     )
     if config.splits == 1:
         return
     block_s = triton.next_power_of_2(config.splits)
-    block_d = min(head_dim, max(16, group_size, 8192 // block_s))
+    # A program of many warps that has come early and waits is in the way of those that it waits for.
+    warps = 4 if block_s > 64 else 1 if rows > 16 or config.splits <= MANY_SPLITS else 2
+    block_d = min(head_dim, max(16, group_size, (4096 if warps == 2 else 8192) // block_s))
     _combine[(seqs * kv_heads, rows, head_dim // block_d)](
         out,
         out_scales,
@@ -540,7 +573,7 @@ def launch(
         **common,
         BLOCK_S=block_s,
         BLOCK_D=block_d,
-        num_warps=1 if block_s <= 8 else 4,
+        num_warps=warps,
         launch_pdl=early,
     )
 

@@ -4,6 +4,9 @@ Every cache is full of NaN where no token is, every output memory before it is w
 """
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -224,16 +227,83 @@ def test_pages_left_of_the_window_may_be_gone():
 
 def test_plan():
     """One wave of programs, eight if one is not enough; two tiles or more for each."""
-    assert plan(32, 8, 4, 4096, 64, 132) == Plan(16, 1, 128, 1)
-    assert plan(8, 8, 4, 16384, 64, 132) == Plan(16, 1, 64, 6)
-    assert plan(1, 8, 4, 25088, 64, 132) == Plan(16, 1, 64, 49)
+    assert plan(32, 8, 4, 4096, 64, 132) == Plan(16, 1, 128, 1, 3)
+    assert plan(8, 8, 4, 16384, 64, 132) == Plan(16, 1, 64, 8, 4)
+    assert plan(1, 8, 4, 25088, 64, 132) == Plan(16, 1, 64, 49, 3)
     assert plan(1, 8, 4, 100, 64, 132).splits == 1
     assert plan(64, 8, 4, 16384, 64, 132).splits == 7
     assert plan(1000, 8, 4, 16384, 64, 132).splits == 1
+    assert plan(8, 8, 4, 16384, 64, 132, head_dim=256) == Plan(16, 1, 64, 4, 2)
+    assert plan(8, 8, 4, 16384, 64, 132, itemsize=2) == Plan(16, 1, 64, 4, 2)
+    assert plan(8, 8, 64, 16384, 64, 132) == Plan(64, 1, 64, 4, 2)
     for seqs in (1, 3, 16, 33):
         p = plan(seqs, 8, 4, 1 << 17, 16, 132)
         assert p.block_n == 128
-        assert seqs * 8 * p.splits <= 2 * 132
+        assert seqs * 8 * p.splits <= p.programs * 132
+
+
+COMPILE = """
+import pathlib, re, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from fusion_passes.kernels.paged_decode import _combine, _split, plan
+
+TOOL = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+def build(kernel, fixed, pointers, **options):
+    given = {n: "constexpr" if n in fixed else pointers.get(n, "i32") for n in kernel.arg_names}
+    strides = ("q_token", "q_head", "k_page", "k_head", "k_key", "v_page", "v_head", "v_key")
+    whole = [n for n, t in given.items() if t[0] == "*" or n in strides]
+    attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in whole}
+    made = compile(ASTSource(kernel, given, fixed, attributes), target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        use = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{name}:(\\d+)", use)[1]) for name in ("REG", "STACK"))
+    return registers, stack, made.metadata.shared
+
+scales = [name + "_scale_ptr" for name in ("q", "k", "v", "prob", "output")]
+common = dict.fromkeys(scales + ["lse_ptr"], "*fp32")
+common |= dict.fromkeys(("start_ptr", "length_ptr", "table_ptr"), "*i32") | {"out_ptr": "*fp8e4nv", "part_ptr": "*fp16"}
+common |= dict.fromkeys(("scale", "softcap"), "fp32")
+shape = dict(KV_HEADS=8, GROUP=4, GROUP_SIZE=0, EARLY=True, out_scales_ptr=None, sinks_ptr=None)
+for head_dim, dtype, seqs, tokens, page in (
+    (128, "fp8e4nv", 8, 1, 64), (128, "fp8e4nv", 32, 1, 64), (128, "fp8e4nv", 8, 4, 16), (128, "fp8e4nv", 8, 8, 64),
+    (128, "fp8e4nv", 8, 16, 64), (64, "fp8e4nv", 8, 1, 64), (256, "fp8e4nv", 8, 1, 64), (128, "bf16", 8, 1, 64),
+    (256, "bf16", 8, 1, 64),
+):
+    wide = dtype == "bf16"
+    p = plan(seqs, 8, 4 * tokens, 1 << 15, page, 132, head_dim=head_dim, itemsize=2 if wide else 1)
+    single = dict(part_ptr=None, lse_ptr=None) if p.splits == 1 else {}
+    unscaled = dict.fromkeys(["prob_scale_ptr"] + (["q_scale_ptr", "k_scale_ptr", "v_scale_ptr"] if wide else []))
+    fixed = shape | single | unscaled | dict(
+        HEAD_DIM=head_dim, PAGE=page, BLOCK_M=p.block_m, BLOCK_N=p.block_n, ONE_TOKEN=tokens == 1, WINDOW=False,
+        SOFTCAP=False, SINGLE=p.splits == 1, PTX=True,
+    )
+    pointers = common | {"q_ptr": "*" + dtype, "k_ptr": "*" + dtype, "v_ptr": "*bf16" if wide else "*i16"}
+    if wide:
+        pointers["part_ptr"] = "*fp32"
+    options = dict(num_warps=p.num_warps, num_stages=p.num_stages, maxnreg=p.most_registers)
+    print(p.num_warps, p.programs, *build(_split, fixed, pointers, **options))
+print(1, 1, *build(_combine, shape | dict(HEAD_DIM=128, BLOCK_S=8, BLOCK_D=128), common, num_warps=1))
+"""
+
+
+def test_what_a_plan_counts_on_fits_on_a_hopper_processor():
+    """Compiled, with what the interpreter takes and the compiler does not: registers and shared memory of so many
+    programs, next to nothing spilled."""
+    environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 10
+    for line in done.stdout.splitlines():
+        warps, programs, registers, stack, shared = map(int, line.split())
+        assert stack <= 32  # bytes of a thread; Triton 3.7 needs 24 once, 3.6 none
+        assert programs * warps * 32 * (-(-registers // 8) * 8) <= 65536
+        assert programs * (shared + 1024) <= 228 * 1024
+        assert programs * warps * 32 <= 2048
 
 
 def full_size(tokens=1, **shape):
