@@ -39,6 +39,13 @@ def outcomes(log: str) -> Counter[str]:
     return Counter(word.lower() for word in found)
 
 
+def failures(log: str) -> dict[str, str]:
+    """Which tests failed, and why as far as pytest came to say so."""
+    failed = re.findall(r"^(\S+::.*) (?:FAILED|ERROR)(?: +\[ *\d+%\])?$", log, re.MULTILINE)
+    why = dict(re.findall(r"^(?:FAILED|ERROR) (\S+::.*?) - (.*)$", log, re.MULTILINE))
+    return {test: why.get(test, "") for test in failed}
+
+
 def errors(log: str) -> int | None:
     """The errors that memcheck counted; of a run that was cut off, those that it had reported. None: it did not run."""
     if summary := re.findall(r"ERROR SUMMARY: (\d+) error", log):
@@ -63,6 +70,7 @@ def run(sanitizer: str, tests: Sequence[str], processes: int, seconds: float) ->
     pytest = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:xdist", "-p", "no:cacheprovider"]
     counts: Counter[str] = Counter()
     found: list[int | None] = []
+    failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{i}.log" for i in range(processes)]
         running = []
@@ -80,10 +88,12 @@ def run(sanitizer: str, tests: Sequence[str], processes: int, seconds: float) ->
             text = log.read_text()
             counts += outcomes(text)
             found.append(errors(text))
-            if found[-1] != 0 or counts["failed"] or counts["error"]:
+            failed |= failures(text)
+            if found[-1] != 0 or failures(text):
                 print(*re.findall(r"^(?:=+ |E  |FAILED|ERROR).*", text, re.MULTILINE)[:60], sep="\n")
     return {
         "tests": dict(sorted(counts.items())) | {"not_run": len(tests) - counts.total()},
+        "failures": failed,
         "memory_errors": None if None in found else sum(x for x in found if x is not None),
     }
 
@@ -126,7 +136,7 @@ def main() -> int:
         arguments.record.mkdir(parents=True, exist_ok=True)
         slug = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
         (arguments.record / f"sanitizer-{slug}.json").write_text(json.dumps(record, indent=2) + "\n")
-    return int(record["memory_errors"] != 0 or bool(result["tests"].get("failed")))  # type: ignore[attr-defined]
+    return int(record["memory_errors"] != 0 or bool(record["failures"]))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,12 @@ tests/kernels/test_a.py::test_d """
 def test_logs():
     assert sanitize.outcomes(CLEAN) == {"passed": 1, "skipped": 1}
     assert sanitize.outcomes(BROKEN) == {"passed": 1, "failed": 1}
+    assert sanitize.failures(CLEAN) == {}
+    assert sanitize.failures(BROKEN) == {"tests/kernels/test_a.py::test_c": ""}
+    summary = "FAILED tests/kernels/test_a.py::test_c - AssertionError: assert 1 == 2\n"
+    assert sanitize.failures(f"{BROKEN}\n{summary}") == {
+        "tests/kernels/test_a.py::test_c": "AssertionError: assert 1 == 2"
+    }
     assert sanitize.errors(CLEAN) == 0
     assert sanitize.errors(BROKEN) == 2
     assert sanitize.errors(BROKEN + "\n========= ERROR SUMMARY: 3 errors\n") == 3

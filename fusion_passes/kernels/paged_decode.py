@@ -11,7 +11,6 @@ needs no lengths, and its first page none either. Both kernels are launched befo
 and wait for it on the device (programmatic dependent launch).
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_passes.kernels.device import multiprocessors
+from fusion_passes.kernels.device import launches_early, multiprocessors
 from fusion_passes.kernels.fp8 import quantised, to_fp8
 from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, scale_or_one, store_rows
 from fusion_passes.quant import FP8_DTYPES
@@ -495,7 +494,7 @@ def launch(
         )
     fp8_cache = key_cache.dtype in FP8_DTYPES
     values = value_cache.view(torch.int16) if fp8_cache else value_cache
-    early = query.is_cuda and _launches_early(query.device)
+    early = launches_early(query.device)
     part = lse = None
     if config.splits > 1:
         shape = (kv_heads, seqs, config.splits, rows)
@@ -576,9 +575,3 @@ def launch(
         num_warps=warps,
         launch_pdl=early,
     )
-
-
-@functools.cache
-def _launches_early(device: torch.device) -> bool:
-    """Whether a kernel can be launched while the one before it runs (programmatic dependent launch)."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

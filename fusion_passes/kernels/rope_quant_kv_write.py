@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusion_passes.kernels.device import launches_early
 from fusion_passes.kernels.fp8 import to_fp8
 from fusion_passes.quant import FP8_DTYPES
 
@@ -121,7 +122,10 @@ def _rope_quant_kv_write(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # for the kernel before, whose end this one's launch need not wait for
     # The heads of a token lie side by side, so programs that do are neighbours too.
     q_chunks: tl.constexpr = (HEADS + BLOCK_Q - 1) // BLOCK_Q
     chunks: tl.constexpr = q_chunks + (KV_HEADS + BLOCK_KV - 1) // BLOCK_KV
@@ -286,6 +290,7 @@ def _launch(
         *_strides(value_cache, 3),
     )
     rows = cos.shape[0]
+    early = launches_early(key.device)
     constants = (
         heads,
         kv_heads,
@@ -302,6 +307,7 @@ def _launch(
         _power(half),
         _power(head_dim - rotary_dim),
         _power(head_dim),
+        early,
     )
     arguments = (*tensors, *strides, rows, slots, q_scale_factor, *constants)
     # All that Triton specialises on. Looking its kernel up here saves a large part of the time of a launch.
@@ -309,7 +315,7 @@ def _launch(
     variant = (key.device, num_warps, rows < 2**31, slots < 2**31, strides, constants, *kinds)
     kernel = _compiled.get(variant)
     if kernel is None:
-        kernel = _rope_quant_kv_write[(programs,)](*arguments, num_warps=num_warps)
+        kernel = _rope_quant_kv_write[(programs,)](*arguments, num_warps=num_warps, launch_pdl=early)
         if kernel is not None:  # there is none in the interpreter
             _compiled[variant] = kernel
     else:

@@ -213,7 +213,7 @@ pointers |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*fp32")
 constants = dict(
     HEADS=32, KV_HEADS=8, HEAD_DIM=128, HALF=64, PAGE_SIZE=64, WIDE=False, STEP=1, INTERLEAVED=False, Q_SCALED=True,
     Q_INVERSE=False, BLOCK_Q=16, BLOCK_KV=8, BLOCK_HALF=64, BLOCK_REST=64,
-    BLOCK_D=128, q_scale_ptr=None,
+    BLOCK_D=128, EARLY=True, q_scale_ptr=None,
 )
 kinds = {
     "write": dict(HEADS=0, HALF=0, BLOCK_HALF=1, BLOCK_REST=128, positions_ptr=None),
