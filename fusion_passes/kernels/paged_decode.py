@@ -11,6 +11,7 @@ needs no lengths, and its first page none either. Both kernels are launched befo
 and wait for it on the device (programmatic dependent launch).
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -404,6 +405,7 @@ MANY_SPLITS = 40
 """From this on, combining costs more than one program more on a processor brings."""
 
 
+@functools.cache
 def plan(
     seqs: int,
     kv_heads: int,

@@ -4,6 +4,8 @@ A program takes some heads of one token: of the query, or the same ones of key a
 rounded in registers and leaves for the output or the token's slot.
 """
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -275,7 +277,7 @@ def _launch(
     slot_mapping = slot_mapping.contiguous()
     block_q, block_kv, num_warps = config or _config(heads, kv_heads, head_dim)
     half = rotary_dim // 2
-    programs = tokens * (triton.cdiv(heads, block_q) + triton.cdiv(kv_heads, block_kv))
+    programs = tokens * (-(-heads // block_q) - (-kv_heads // block_kv))
     tensors = (
         *(out, query, key, value, cos, sin, positions, key_cache, value_cache, slot_mapping),
         *(q_scale, k_scale, v_scale),
@@ -330,15 +332,17 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _strides(x: Tensor, count: int) -> tuple[int, ...]:
+def _strides(x: Tensor, count: int) -> list[int]:
     """The first strides; 0 where there is one element, whose stride says nothing and would cost a compilation."""
-    return tuple(stride if size > 1 else 0 for size, stride in zip(x.shape[:count], x.stride(), strict=False))
+    return [stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)][:count]
 
 
+@functools.cache  # Triton's own takes microseconds, of which a launch has few
 def _power(n: int) -> int:
     return triton.next_power_of_2(max(n, 1))
 
 
+@functools.cache
 def _config(heads: int, kv_heads: int, head_dim: int) -> Config:
     """As many heads as give a thread 16 bytes of each half: the best from 256 tokens on, and not worse below."""
     block_d = _power(head_dim)
