@@ -11,6 +11,9 @@ from torch import Tensor
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""The lower bound of chosen scales: the smallest normal number."""
+
 Granularity = Literal["tensor", "token", "group"]
 
 
@@ -49,12 +52,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def choose_scale(x: Tensor, spec: QuantSpec) -> Tensor:
+def choose_scale(x: Tensor, spec: QuantSpec, lower_bound: float | None = None) -> Tensor:
     """The fp32 scale that maps the largest magnitude to the largest code.
 
-    x: [..., hidden]. Returns [1] for a tensor, [..., 1] for tokens, [..., hidden / group_size] for groups. An all-zero
-    tensor gets the smallest normal scale, never 0; a NaN or an infinity in x spreads to the scale.
+    x: [..., hidden]. Returns [1] for a tensor, [..., 1] for tokens, [..., hidden / group_size] for groups. A NaN
+    or an infinity in x spreads to the scale.
+    lower_bound: of the scale, which an all-zero tensor gets; ``SMALLEST_SCALE`` if None. With 0 the scale can be 0, and
+    codes are NaN where it is. Raises ValueError for one that is negative or not finite.
     """
+    lower_bound = SMALLEST_SCALE if lower_bound is None else lower_bound
+    check_lower_bound(lower_bound)
     magnitude = x.float().abs()
     if spec.granularity == "tensor":
         amax = magnitude.amax().reshape(1)
@@ -64,7 +71,13 @@ def choose_scale(x: Tensor, spec: QuantSpec) -> Tensor:
         if spec.group_size is None or x.shape[-1] % spec.group_size:
             raise ValueError(f"the last dimension, {x.shape[-1]}, is not a multiple of group_size {spec.group_size}")
         amax = magnitude.unflatten(-1, (-1, spec.group_size)).amax(-1)
-    return (amax / max_value(spec.dtype)).clamp_min(torch.finfo(torch.float32).tiny)
+    return (amax / max_value(spec.dtype)).clamp_min(lower_bound)
+
+
+def check_lower_bound(lower_bound: float | None) -> None:
+    """Raise ValueError for a lower bound of scales that is negative or not finite."""
+    if lower_bound is not None and not 0.0 <= lower_bound <= torch.finfo(torch.float32).max:
+        raise ValueError(f"a lower bound of scales must be a finite number, 0 or more, got {lower_bound}")
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:

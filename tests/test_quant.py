@@ -40,6 +40,28 @@ def test_scale_of_zeros_is_not_zero():
     assert (quantize(torch.zeros(3, 4), scale).float() == 0).all()
 
 
+@pytest.mark.parametrize("lower_bound", [0.0, 1e-10, 0.25])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", [QuantSpec(), QuantSpec(granularity="group", group_size=4, static=False)], ids=str)
+def test_lower_bound_of_the_scale(spec, dtype, lower_bound):
+    x = torch.tensor([[0.0] * 4, [448.0, 1.0, -7.0, 2.0], [1e-3] * 4, [torch.nan, 1.0, 2.0, 3.0]], dtype=dtype)
+    if spec.granularity == "tensor":
+        assert choose_scale(x[:1], spec, lower_bound).item() == pytest.approx(lower_bound)
+        assert choose_scale(x[1:3], spec, lower_bound).item() == 1.0
+        return
+    scale = choose_scale(x, spec, lower_bound)
+    small = max(x[2, 0].item() / 448.0, lower_bound)
+    torch.testing.assert_close(scale[:, 0], torch.tensor([lower_bound, 1.0, small, torch.nan]), equal_nan=True)
+    zeros = quantize(x, scale)[0].float()
+    assert zeros.isnan().all() if lower_bound == 0.0 else (zeros == 0.0).all()
+
+
+@pytest.mark.parametrize("lower_bound", [-1e-10, torch.inf, torch.nan])
+def test_lower_bounds_that_are_none(lower_bound):
+    with pytest.raises(ValueError, match="must be a finite number, 0 or more"):
+        choose_scale(torch.ones(2, 4), QuantSpec(), lower_bound)
+
+
 def test_codes_count_steps():
     for dtype in (E4M3, E5M2):
         values = torch.arange(256, dtype=torch.uint8).view(dtype)

@@ -4,7 +4,7 @@
     becomes   paged_attention(output_scale=scale) → the same views
 
     paged_attention → reshape … → scales = amax over groups / 448, saturate(x / scales).to(fp8)
-    becomes   paged_attention_group_quant → the same views
+    becomes   paged_attention_group_quant(scale_lower_bound=the graph's) → the same views
 
 The op takes one scale that divides.  One that multiplies is inverted on the device in each call, and one with a factor
 multiplied: a tiny kernel, but a kernel.
@@ -27,7 +27,7 @@ from fusion_passes.idioms.group_quantize import KEEP_ORDER, GroupQuantize
 from fusion_passes.idioms.paged_attention import PagedAttention
 from fusion_passes.idioms.quantize import Quantize
 from fusion_passes.measured.paged_attention_quant import verdict as measured_verdict
-from fusion_passes.quant import FP8_DTYPES, dtype_name, max_value
+from fusion_passes.quant import FP8_DTYPES, SMALLEST_SCALE, dtype_name, max_value
 from fusion_passes.rule import Call
 from fusion_passes.symbolic import known
 from fusion_passes.views import replay
@@ -84,30 +84,37 @@ class PagedGroupMatch(OutputQuantMatch):
         return self.attention.output
 
     def check(self) -> None:
-        """The scales must be those of `quant.choose_scale`, of groups within a head."""
+        """The scales must be those of `quant.choose_scale` with some lower bound, of groups within a head."""
         q = self.quantize
-        limit, tiny = max_value(q.dtype), torch.finfo(torch.float32).tiny
+        limit = max_value(q.dtype)
         self.require(
             q.clamp in (None, (-limit, limit)),
             f"the graph clamps to {q.clamp}, the fused op to the range of {dtype_name(q.dtype)}, ±{limit:g}",
         )
+        output = value(self.attention.output)
         self.require(
-            math.isclose(q.min_scale, tiny, rel_tol=1e-6),
-            f"a scale is at least {q.min_scale:g} in the graph and {tiny:g}, the smallest number, in the fused op",
+            q.clamp is not None or q.min_scale >= SMALLEST_SCALE or (output.is_cuda and q.dtype is torch.float8_e4m3fn),
+            f"without a clamp, and with scales down to {q.min_scale:g}, quotients can be too large; what a cast to "
+            f"{dtype_name(q.dtype)} makes of them depends on the torch version on {output.device.type}, the fused op "
+            "saturates: clamp before the cast",
         )
         self.require(
             q.max_scale == math.inf, f"a scale is at most {q.max_scale:g} in the graph; the fused op has no such bound"
         )
-        head_dim = value(self.attention.output).shape[-1]
+        head_dim = output.shape[-1]
         self.require(
             known(head_dim % q.group_size == 0),
             f"groups of {q.group_size} do not divide a head of {head_dim}",
         )
         self.require(
             all(calls(view, *KEEP_ORDER) or is_noop(view) for view in self.before),
-            "the attention's output is transposed before it is quantised, so a group is not in one head",
+            "the attention's output is transposed before it is quantised; the fused op has groups in its own order",
         )
         if q.scales is not None:
+            self.require(
+                value(q.scales).dtype is torch.float32,
+                f"the scales are {dtype_name(value(q.scales).dtype)}, in the fused op float32",
+            )
             unknown = [size for size in value(q.scales).shape if not isinstance(size, int)]
             self.require(len(unknown) <= 1, f"several sizes of the scales, {unknown}, are symbolic")
 
@@ -120,7 +127,8 @@ class PagedGroupMatch(OutputQuantMatch):
         """The op with two results: codes behind the views, scales in the shape of the graph's."""
         q = self.quantize
         op = torch.ops.fusion_passes.paged_attention_group_quant.default
-        both = self.attention.with_arguments(call, op, dtype=q.dtype, group_size=q.group_size)
+        options = {"group_size": q.group_size, "scale_lower_bound": _bound(q.min_scale)}
+        both = self.attention.with_arguments(call, op, dtype=q.dtype, **options)
         codes = replay((*self.before, *q.views), call(operator.getitem, both, 0), call)
         if q.scales is None:
             return codes
@@ -172,6 +180,11 @@ def _attention(node: Node, idioms: Idioms) -> PagedAttention | None:
     """The attention whose output the node is, in high precision."""
     attention = idioms.at(node, PagedAttention)
     return None if attention is None or value(node).dtype in FP8_DTYPES else attention
+
+
+def _bound(min_scale: float) -> float | None:
+    """The lower bound as an argument of the op; the default where it is that, but for the rounding of constants."""
+    return None if math.isclose(min_scale, SMALLEST_SCALE, rel_tol=1e-6) else min_scale
 
 
 def _divisor(q: Quantize, device: torch.device, call: Call) -> Node:

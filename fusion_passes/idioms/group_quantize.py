@@ -1,8 +1,9 @@
 """GroupQuantize: FP8 quantisation by scales chosen from the tensor itself, one for each group of neighbours.
 
 Read upwards from the cast to FP8, as `Quantize` is: clamps and views, one division by a tensor of scales, and the
-tensor; from the scales, too: views and expansions, a lower bound, the division by the largest code, the maximum over
-the group, `abs`.  Views only where they keep the order of the elements, so that a group is one in the tensor as well.
+tensor; from the scales, too: views and expansions, a lower bound of them or of the magnitudes, the division by the
+largest code, reciprocals, the maximum over the group, `abs`.  Views only where they keep the order of the elements, so
+that a group is one in the tensor as well.  Scales may also be made beside the way to the division, from what is on it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, replace
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,11 +30,12 @@ from fusion_passes.idioms.reading import (
     is_cast,
     is_exact_cast,
     is_high_precision,
+    made_by,
     op_call,
     op_name,
     read_all,
 )
-from fusion_passes.quant import FP8_DTYPES
+from fusion_passes.quant import FP8_DTYPES, dtype_name
 from fusion_passes.symbolic import known
 
 OPAQUE = "fusion_passes::quantize_fp8_dynamic"
@@ -57,9 +59,9 @@ class GroupQuantize(Idiom):
 
     input: the high-precision tensor before any cast and view of the quantisation.
     scales: the node that holds the scales, one for each `group_size` neighbours of input, in their order; None where
-        nothing but the quantisation uses them.
+        nothing does.
     clamp: the bounds applied before the cast; None without a clamp.
-    max_scale: the upper bound of the scales.
+    min_scale, max_scale: the bounds of the scales; 0 without a lower one, and codes are NaN where the scale is 0.
     opaque: the op's name where one op does it all, else None.
     views: those from the input to the output, in graph order; the codes go through them too.
     """
@@ -98,35 +100,85 @@ def _read(node: Node) -> GroupQuantize | None:
     return _Reading(node).read()
 
 
+@dataclass(frozen=True)
+class _Derived:
+    """What is made of a group's largest magnitude: `clamp(magnitude * factor, low, high)`, or 1 over that."""
+
+    factor: float = 1.0
+    low: float = 0.0
+    high: float = math.inf
+    flipped: bool = False
+
+    def times(self, number: float, dtype: torch.dtype) -> _Derived:
+        """Multiplied by a positive number, in dtype."""
+        number = 1.0 / number if self.flipped else number
+        low, high = _rounded(self.low * number, dtype), _rounded(self.high * number, dtype)
+        return replace(self, factor=self.factor * number, low=low, high=high)
+
+    def over(self, number: float, dtype: torch.dtype) -> _Derived:
+        """Divided by a positive number, in dtype."""
+        if self.flipped:
+            return self.times(1.0 / number, dtype)
+        low, high = _rounded(self.low / number, dtype), _rounded(self.high / number, dtype)
+        return replace(self, factor=self.factor / number, low=low, high=high)
+
+    def clamped(self, low: float, high: float, dtype: torch.dtype) -> _Derived:
+        """Between bounds, as `torch.clamp` has it."""
+        low, high = (_rounded(min(max(x, low), high), dtype) for x in (self.low, self.high))
+        return replace(self, low=low, high=high)
+
+    def is_scale(self, limit: float) -> bool:
+        """Whether it is the magnitude / limit, between bounds."""
+        return not self.flipped and math.isclose(self.factor * limit, 1.0, rel_tol=1e-6)
+
+    def is_like(self, other: _Derived) -> bool:
+        """Whether it is the other, but for the rounding of constants."""
+        same = ((self.factor, other.factor), (self.low, other.low), (self.high, other.high))
+        return self.flipped == other.flipped and all(math.isclose(a, b, rel_tol=1e-6) for a, b in same)
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """As dtype holds it; 16 bits count as fp32, which is what Inductor computes them in."""
+    return float(torch.tensor(number, dtype=dtype if dtype.itemsize > 4 else torch.float32, device="cpu"))
+
+
 class _Reading:
     """One walk from a cast to FP8 up to the tensor that is quantised."""
 
     def __init__(self, output: Node) -> None:
         self.output = output
+        self.limit = quant.max_value(value(output).dtype)
         self.nodes = {output}
         self.low, self.high = -math.inf, math.inf
-        self.scales: Node | None = None
+        self.chain: list[tuple[Node, _Derived]] = []  # from the maximum to the division, with what each node is
         self.group_size = 0
-        self.bounds = (0.0, math.inf)
 
     def read(self) -> GroupQuantize | None:
         step = self.output.all_input_nodes[0]
         views: list[Node] = []
+        rounded = None
         while True:
             step, passed = self._through(step)
             views[:0] = passed
-            operand = self._clamped(step)
-            if operand is None:
+            if is_cast(step):
+                rounded = value(step).dtype
+                step = step.all_input_nodes[0]
+                continue
+            clamp = _clamp(step)
+            if clamp is None:
                 break
+            self.low, self.high = max(self.low, clamp.low), min(self.high, clamp.high)
             self.nodes.add(step)
-            step = operand
+            step = clamp.operand
         found = self._divided(step)
         if found is None:
             return None  # no dynamic quantisation
-        x, amax = found
+        if rounded is not None:
+            self.fail(f"the quotient is rounded to {dtype_name(rounded)} before it is quantised")
+        x, magnitudes = found
         root, before = self._through(x)
-        magnitude, _ = self._through(amax.all_input_nodes[0])
-        self.nodes |= {step, amax, magnitude}
+        magnitude, _ = self._through(magnitudes)
+        self.nodes |= {step, magnitude}
         inner, _ = (
             self._through(magnitude.all_input_nodes[0]) if calls(magnitude, aten.abs.default) else (magnitude, ())
         )
@@ -136,16 +188,19 @@ class _Reading:
             self.fail("the scales come from the largest element, not from the largest magnitude")
         if not is_high_precision(root):
             self.fail(f"quantises {root.name}, which is not a high-precision floating-point tensor")
+        scale = self.chain[-1][1]
+        if scale.flipped:
+            scale = replace(scale, flipped=False)
         return GroupQuantize(
             output=self.output,
+            scales=self._scales(scale),
             nodes=frozenset(self.nodes),
             input=root,
-            scales=self.scales,
             group_size=self.group_size,
             dtype=value(self.output).dtype,
             clamp=None if (self.low, self.high) == (-math.inf, math.inf) else (self.low, self.high),
-            min_scale=self.bounds[0],
-            max_scale=self.bounds[1],
+            min_scale=scale.low,
+            max_scale=scale.high,
             views=(*before, *views),
         )
 
@@ -163,16 +218,8 @@ class _Reading:
             node = node.all_input_nodes[0]
         return node, tuple(views)
 
-    def _clamped(self, node: Node) -> Node | None:
-        """The operand of a clamp to constants, which is recorded."""
-        bounds = _clamp(node)
-        if bounds is None:
-            return None
-        self.low, self.high = max(self.low, bounds[0]), min(self.high, bounds[1])
-        return node.all_input_nodes[0]
-
     def _divided(self, node: Node) -> tuple[Node, Node] | None:
-        """(tensor, maximum that its scales come from) of a division by scales; None where it is none."""
+        """(tensor, magnitudes that its scales come from) of a division by scales; None where it is none."""
         if not calls(node, *DIVISIONS, *MULTIPLICATIONS):
             return None
         left, right = node.args[:2]
@@ -180,83 +227,167 @@ class _Reading:
         for x, scale in pairs:
             if isinstance(x, Node) and is_tensor(x) and isinstance(scale, Node) and is_tensor(scale):
                 kept = set(self.nodes)
-                amax = self._maximum(scale, value(x).shape, flipped=calls(node, *MULTIPLICATIONS))
-                if amax is not None:
-                    return x, amax
+                magnitudes = self._magnitudes(scale, value(x).shape, flipped=calls(node, *MULTIPLICATIONS))
+                if magnitudes is not None:
+                    return x, magnitudes
                 self.nodes = kept
         return None
 
-    def _maximum(self, node: Node, shape: torch.Size, *, flipped: bool) -> Node | None:
-        """The maximum over groups that the scales at `node`, for a tensor of this shape, come from; what is in between
-        is recorded.  flipped: the tensor is multiplied by them, so a reciprocal must be on the way."""
-        steps: list[tuple[str, float, Node]] = []
+    def _magnitudes(self, node: Node, shape: torch.Size, *, flipped: bool) -> Node | None:
+        """What the scales at `node`, for a tensor of this shape, are the maximum of over groups; what is in between is
+        recorded.  flipped: the tensor is multiplied by them, so a reciprocal must be on the way."""
+        steps: list[Node] = []
         widths: list[int | torch.SymInt] = []  # over how many elements a scale is spread
         spread = value(node).shape
         if not same_shape(spread, shape):
-            if not (same_shape(spread[:-1], shape[:-1]) and known(spread[-1] == 1)):
+            alike = len(spread) == len(shape) and same_shape(spread[:-1], shape[:-1])
+            if not (alike and known(spread[-1] == 1)):
                 return None
             widths.append(shape[-1])
-        while not calls(node, aten.amax.default):
+        while (largest := _largest(node)) is None:
+            self.nodes.add(node)
             if calls(node, aten.expand.default) and not is_noop(node):
                 before, after = value(node.all_input_nodes[0]).shape, value(node).shape
                 if not (len(before) == len(after) and same_shape(before[:-1], after[:-1]) and known(before[-1] == 1)):
                     return None
                 widths.append(after[-1])
-            elif calls(node, aten.reciprocal.default):
-                steps.insert(0, ("reciprocal", 0.0, node))
-            elif (bounds := _clamp(node)) is not None:
-                steps[:0] = [("min", bounds[0], node), ("max", bounds[1], node)]
-            elif (factor := _scaled(node)) is not None:
-                if factor != 1.0:
-                    steps.insert(0, ("times", factor, node))
-            elif not (calls(node, *KEEP_ORDER) or is_exact_cast(node) or is_noop(node)):
+                node = node.all_input_nodes[0]
+                continue
+            operand = _operand(node)
+            if operand is None:
                 if _reaches_maximum(node):
-                    self.fail(
-                        f"the scales pass through {op_name(node)} ({node.name}): not the largest magnitude / code"
-                    )
+                    self.fail(f"the scales pass through {op_name(node)} ({node.name}): {_instead(node)}")
                 return None
-            self.nodes.add(node)
-            node = node.all_input_nodes[0]
-        rank = value(node.all_input_nodes[0]).ndim
-        dims = argument(node, 1, "dim", [])
-        if not (isinstance(dims, (list, tuple)) and [d % rank for d in dims] == [rank - 1]):
+            steps.insert(0, node)
+            node = operand
+        source, dims = largest
+        self.nodes |= {node, made_by(node)}
+        rank = value(source).ndim
+        if [d % rank for d in dims] != [rank - 1]:
             return None  # not of neighbours
-        group_size = value(node.all_input_nodes[0]).shape[-1]
+        group_size = value(source).shape[-1]
         if len(widths) != 1 or not isinstance(group_size, int) or not known(widths[0] == group_size):
             return None
         self.group_size = group_size
-        self._settle(steps, node, flipped)
-        return node
+        self._settle(node, steps, flipped)
+        return source
 
-    def _settle(self, steps: list[tuple[str, float, Node]], amax: Node, flipped: bool) -> None:
+    def _settle(self, maximum: Node, steps: list[Node], flipped: bool) -> None:
         """Read the steps from the maximum to the scales, in graph order."""
-        limit = quant.max_value(value(self.output).dtype)
-        low, high, factor = 0.0, math.inf, 1.0
-        scales, reciprocal = amax, False
-        for what, number, node in steps:
-            if reciprocal:
-                self.fail(f"the reciprocal of the scales passes through {op_name(node)} ({node.name})")
-            if what == "reciprocal":
-                reciprocal = True
-                continue
-            scales = node
-            if what == "times":
-                low, high, factor = low * number, high * number, factor * number
-            elif what == "min":
-                low, high = max(low, number), max(high, number)
-            else:
-                low, high = min(low, number), min(high, number)
-        if reciprocal != flipped:
+        derived = _Derived()
+        self.chain = [(maximum, derived)]
+        for node in steps:
+            after = self._after(node, derived, value(maximum).dtype)
+            if after is None:
+                self.fail(
+                    f"the scales pass through {op_name(node)} ({node.name}), which rounds them to "
+                    f"{dtype_name(value(node).dtype)}: choose them in float32"
+                )
+            derived = after
+            self.chain.append((node, derived))
+        if derived.flipped != flipped:
             self.fail("the tensor is multiplied by its scales, not divided by them")
-        if not math.isclose(factor * limit, 1.0, rel_tol=1e-6):
-            self.fail(f"the scales are the largest magnitude times {factor:g}, not divided by {limit:g}")
-        self.scales, self.bounds = scales, (low, high)
+        if not math.isclose(derived.factor * self.limit, 1.0, rel_tol=1e-6):
+            self.fail(f"the scales are the largest magnitude times {derived.factor:g}, not divided by {self.limit:g}")
+
+    def _after(self, node: Node, before: _Derived, magnitudes: torch.dtype) -> _Derived | None:
+        """What a step makes of its operand; None where it rounds.  magnitudes: the dtype of the maximum."""
+        dtype = value(node).dtype
+        if calls(node, aten.reciprocal.default):
+            return None if dtype.itemsize < 4 else replace(before, flipped=not before.flipped)
+        if (clamp := _clamp(node)) is not None:
+            if before.flipped:
+                self.fail(f"the reciprocal of the scales passes through {op_name(node)} ({node.name})")
+            self._check_bound(clamp.low, dtype)
+            return before.clamped(clamp.low, clamp.high, dtype)
+        if (scaled := _scaled(node)) is not None:
+            number, divides = scaled
+            if dtype.itemsize < 4:
+                return None
+            return before.over(number, dtype) if divides else before.times(number, dtype)
+        if is_cast(node) and not is_exact_cast(node):
+            if dtype is torch.float32:
+                return before.clamped(-math.inf, math.inf, dtype)
+            # A maximum of numbers in this dtype is one; of a bound below, Inductor keeps all digits.
+            if dtype is not magnitudes or before.flipped or before.factor != 1.0:
+                return None
+            self._check_bound(before.low, dtype)
+        return before
+
+    def _check_bound(self, bound: float, dtype: torch.dtype) -> None:
+        """That a lower bound of the magnitudes is a number like others in the dtype that they are in."""
+        if dtype.itemsize < 4 and 0.0 < bound < (tiny := torch.finfo(dtype).tiny):
+            self.fail(
+                f"the lower bound of the magnitudes, {bound:g}, is less than the smallest normal number of "
+                f"{dtype_name(dtype)}, {tiny:g}, which they are in: clamp them in float32"
+            )
+
+    def _scales(self, scale: _Derived) -> Node | None:
+        """The node that holds the scales: one on the way to the division that is read elsewhere, or one that is made of
+        such, or, where nothing reads them, any on the way; None where there is none."""
+        on_the_way = [node for node, derived in self.chain if derived.is_like(scale)]
+        read = [node for node in on_the_way if not self.nodes.issuperset(node.users)]
+        if read or not any(not self.nodes.issuperset(node.users) for node, _ in self.chain):
+            return next(iter(read or on_the_way), None)
+        for node, derived in self.chain:
+            if (path := self._aside(node, derived, scale)) is not None:
+                self.nodes.update(path)
+                return path[-1]
+        return on_the_way[0] if on_the_way else None
+
+    def _aside(self, node: Node, derived: _Derived, scale: _Derived) -> list[Node] | None:
+        """The steps from a node on the way to the division to one beside the way that is the scale."""
+        for user in node.users:
+            if user in self.nodes or _operand(user) is not node:
+                continue
+            after = None if _clamp(user) is not None else self._after(user, derived, value(node).dtype)
+            if after is None:
+                continue
+            if after.is_like(scale):
+                return [user]
+            if (rest := self._aside(user, after, scale)) is not None:
+                return [user, *rest]
+        return None
+
+
+def _largest(node: Node) -> tuple[Node, list[int]] | None:
+    """(tensor, dimensions) where the node is a maximum over dimensions."""
+    if calls(node, aten.amax.default):
+        dims = argument(node, 1, "dim", [])
+        return node.all_input_nodes[0], [int(d) for d in dims] if isinstance(dims, (list, tuple)) else []
+    call = made_by(node)
+    if node is not call and calls(call, aten.max.dim) and node.args[1] == 0:
+        dim = argument(call, 1, "dim")
+        return call.all_input_nodes[0], [dim] if isinstance(dim, int) else []
+    return None
+
+
+def _operand(node: Node) -> Node | None:
+    """What a step between the maximum and the scales is a step from; None for what is none."""
+    if (clamp := _clamp(node)) is not None:
+        return clamp.operand
+    if not is_tensor(node) or len(node.all_input_nodes) == 0:
+        return None
+    step = calls(node, *KEEP_ORDER, aten.reciprocal.default) or is_noop(node) or is_cast(node)
+    return node.all_input_nodes[0] if step or _scaled(node) is not None else None
+
+
+POWERS_OF_TWO = frozenset(
+    {aten.exp2.default, aten.pow.Scalar, aten.ldexp.default, aten.ldexp.Tensor, aten.ceil.default, aten.log2.default}
+)
+
+
+def _instead(node: Node) -> str:
+    """What the scales are where they pass through an op that is no step from a maximum to scales."""
+    if calls(node, *POWERS_OF_TWO):
+        return "rounded to powers of two, they are not the largest magnitude / code"
+    return "not the largest magnitude / code"
 
 
 def _reaches_maximum(node: Node) -> bool:
     """True where ops of one tensor each lead up to a maximum, soon."""
     for _ in range(8):
-        if calls(node, aten.amax.default):
+        if _largest(node) is not None:
             return True
         if len(node.all_input_nodes) != 1 or node.op != "call_function":
             return False
@@ -264,35 +395,49 @@ def _reaches_maximum(node: Node) -> bool:
     return False
 
 
-def _clamp(node: Node) -> tuple[float, float] | None:
-    """The bounds of a clamp to constants."""
-    low: object
-    high: object
+class _Clamp(NamedTuple):
+    operand: Node
+    low: float
+    high: float
+
+
+def _clamp(node: Node) -> _Clamp | None:
+    """What is clamped, and the bounds, where they are constants."""
+    low: object = None
+    high: object = None
+    operand: object = node.args[0] if node.args else None
     if calls(node, aten.clamp.default):
         low, high = argument(node, 1, "min"), argument(node, 2, "max")
     elif calls(node, aten.clamp_min.default):
-        low, high = argument(node, 1, "min"), None
+        low = argument(node, 1, "min")
     elif calls(node, aten.clamp_max.default):
-        low, high = None, argument(node, 1, "max")
-    else:
-        return None
+        high = argument(node, 1, "max")
+    elif calls(node, aten.maximum.default, aten.minimum.default):
+        left, right = node.args
+        operand, bound = (right, left) if constant(left) is not None else (left, right)
+        low, high = (bound, None) if calls(node, aten.maximum.default) else (None, bound)
+        if not (
+            isinstance(operand, Node) and is_tensor(operand) and same_shape(value(operand).shape, value(node).shape)
+        ):
+            return None
     bounds = (-math.inf if low is None else constant(low), math.inf if high is None else constant(high))
-    return None if bounds[0] is None or bounds[1] is None else (bounds[0], bounds[1])
+    if (low is None and high is None) or bounds[0] is None or bounds[1] is None or not isinstance(operand, Node):
+        return None
+    return _Clamp(operand, bounds[0], bounds[1])
 
 
-def _scaled(node: Node) -> float | None:
-    """f where the node is its one operand times f."""
+def _scaled(node: Node) -> tuple[float, bool] | None:
+    """(f, whether it divides) where the node is its one operand times or over f > 0."""
     if not calls(node, *DIVISIONS, *MULTIPLICATIONS) or len(node.all_input_nodes) != 1:
         return None
     left, right = node.args[:2]
-    if calls(node, *MULTIPLICATIONS):
-        return constant(left) if isinstance(right, Node) else constant(right)
-    number = constant(right)
-    return None if number is None or number == 0.0 else 1.0 / number
+    number = constant(left) if calls(node, *MULTIPLICATIONS) and isinstance(right, Node) else constant(right)
+    return None if number is None or not 0.0 < number < math.inf else (number, calls(node, *DIVISIONS))
 
 
 def _read_opaque(node: Node) -> GroupQuantize | None:
-    """`quantize_fp8_dynamic(x, *, dtype, granularity, group_size, scale_upper_bound) -> (codes, scales)`."""
+    """`quantize_fp8_dynamic(x, *, dtype, granularity, group_size, scale_upper_bound, scale_lower_bound)`, which returns
+    codes and scales."""
     call = op_call(node, among=(OPAQUE,))
     assert call is not None
     given = call.arguments
@@ -304,7 +449,7 @@ def _read_opaque(node: Node) -> GroupQuantize | None:
         return None
     if not isinstance(given["group_size"], int):
         return None
-    limit = quant.max_value(dtype)
+    limit, least = quant.max_value(dtype), given["scale_lower_bound"]
     return GroupQuantize(
         output=results[0],
         nodes=frozenset({node, *results.values()}),
@@ -313,7 +458,7 @@ def _read_opaque(node: Node) -> GroupQuantize | None:
         group_size=given["group_size"],
         dtype=dtype,
         clamp=(-limit, limit),
-        min_scale=torch.finfo(torch.float32).tiny,
+        min_scale=_rounded(least, torch.float32) if isinstance(least, float) else quant.SMALLEST_SCALE,
         max_scale=math.inf if not isinstance(bound, float) else bound,
         opaque=op_name(node),
     )
@@ -349,10 +494,53 @@ def _lower_bound_of_the_magnitude(x: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return (groups.float() / scales.unsqueeze(2)).to(dtype).view(x.shape), scales
 
 
+def _lower_bound_in_the_dtype(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    limit = quant.max_value(dtype)
+    groups = x.reshape(x.numel() // 32, 32)
+    scales = groups.abs().max(dim=-1, keepdim=True)[0].clamp(min=2.0**-13).to(torch.float32) / limit
+    codes = (groups / scales).clamp(min=-limit, max=limit).to(dtype)
+    return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], x.shape[-1] // 32)
+
+
+def _column_major(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    limit = quant.max_value(dtype)
+    groups = x.view(-1, x.shape[-1] // 32, 32)
+    scales = (groups.abs().max(dim=-1, keepdim=True)[0].float() / limit).clamp(min=1.0 / (limit * 512.0))
+    codes = (groups / scales).clamp(-limit, limit).to(dtype).view(x.shape)
+    return codes, scales.squeeze(-1).transpose(-2, -1).contiguous().transpose(-1, -2)
+
+
+def _largest_code_over_the_magnitude(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    limit = quant.max_value(dtype)
+    groups = x.view(x.shape[0], -1, 32)
+    magnitude = torch.maximum(groups.abs().float().amax(dim=2), torch.full((), 1e-4, device=x.device))
+    return (groups * (limit / magnitude.unsqueeze(2))).to(dtype).view(x.shape), magnitude / limit
+
+
+def _float64(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    limit = quant.max_value(dtype)
+    groups = x.reshape(x.shape[0], -1, 32)
+    inverse = (limit / groups.abs().amax(-1, keepdim=True).to(torch.float64).clamp(min=1e-12)).to(torch.float32)
+    codes = (groups * inverse).clamp(-limit, limit).to(dtype)
+    return codes.reshape(x.shape), (1.0 / inverse).squeeze(-1)
+
+
+def _no_lower_bound(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    limit = quant.max_value(dtype)
+    groups = x.float().view(x.shape[0], -1, 32)
+    scales = groups.abs().amax(-1) / limit
+    return (groups / scales[..., None]).clamp(-limit, limit).to(dtype).view(x.shape), scales
+
+
 SPELLINGS: dict[str, Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]] = {
     "scales repeated over their groups": _flat,
     "in the shape of groups": _grouped,
     "multiply by the reciprocal": _reciprocal,
     "lower bound of the magnitude, no clamp": _lower_bound_of_the_magnitude,
+    "lower bound of the magnitude, in its dtype": _lower_bound_in_the_dtype,
+    "lower bound of the scale, scales by columns": _column_major,
+    "times the largest code over the magnitude": _largest_code_over_the_magnitude,
+    "by way of float64": _float64,
+    "no lower bound": _no_lower_bound,
 }
 """What is read as a `GroupQuantize`: (x [tokens, hidden], FP8 dtype) -> codes, scales of groups of 32."""

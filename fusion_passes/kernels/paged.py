@@ -35,12 +35,13 @@ def _larger(a, b):
 @triton.jit
 def store_rows(
     out_ptr, out_scales_ptr, output_scale_ptr, x, row, own,
-    HEAD_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, SMALLEST_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Rows of attention, fp32 [ROWS, HEAD_DIM], to rows `row` (int64, token * heads + head) of a contiguous output.
 
     out_ptr: bf16, fp16, or FP8 by output_scale (None: 1) or, with out_scales_ptr, by a scale for each GROUP_SIZE
-    neighbours, which goes to fp32 [tokens * heads, HEAD_DIM / GROUP_SIZE]. own: bool [ROWS], the rows to write.
+    neighbours, SMALLEST_SCALE or more, which goes to fp32 [tokens * heads, HEAD_DIM / GROUP_SIZE]. own: bool [ROWS],
+    the rows to write.
     """
     dims = tl.arange(0, HEAD_DIM)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -49,7 +50,7 @@ def store_rows(
         GROUPS: tl.constexpr = HEAD_DIM // GROUP_SIZE
         grouped = x.reshape([x.shape[0], GROUPS, GROUP_SIZE])
         scale = tl.reduce(tl.abs(grouped), 2, _larger) / LIMIT  # [ROWS, GROUPS]
-        scale = tl.maximum(scale, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
+        scale = tl.maximum(scale, SMALLEST_SCALE, propagate_nan=tl.PropagateNan.ALL)
         x = (grouped / scale[:, :, None]).reshape([x.shape[0], HEAD_DIM])
         at = row[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
         tl.store(out_scales_ptr + at, scale, mask=own[:, None])

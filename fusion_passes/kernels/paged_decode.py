@@ -22,7 +22,7 @@ from torch import Tensor
 from fusion_passes.kernels.device import launches_early, multiprocessors
 from fusion_passes.kernels.fp8 import quantised, to_fp8
 from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, scale_or_one, store_rows
-from fusion_passes.quant import FP8_DTYPES
+from fusion_passes.quant import FP8_DTYPES, SMALLEST_SCALE
 
 MAX_QUERY_LEN = 16
 """New tokens of a sequence up to which this kernel is the one to use."""
@@ -225,6 +225,7 @@ def _split(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    SMALLEST_SCALE: tl.constexpr,
     SINGLE: tl.constexpr,
     PTX: tl.constexpr,
     EARLY: tl.constexpr,
@@ -272,7 +273,8 @@ def _split(
         nothing = tl.zeros([triton.next_power_of_2(GROUP), HEAD_DIM], tl.float32)
         while padding < tokens:
             at = padding.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + some
-            store_rows(out_ptr, out_scales_ptr, output_scale_ptr, nothing, at, some < GROUP, HEAD_DIM, GROUP_SIZE)
+            store_rows(out_ptr, out_scales_ptr, output_scale_ptr, nothing, at, some < GROUP, HEAD_DIM, GROUP_SIZE,
+                       SMALLEST_SCALE)  # fmt: skip
             padding += seqs
     if queries < 1 or queries > most or first_row >= queries * GROUP:
         return
@@ -307,7 +309,7 @@ def _split(
         else:
             o *= weight
         at = long_token * (KV_HEADS * GROUP) + head
-        store_rows(out_ptr, out_scales_ptr, output_scale_ptr, o, at, real, HEAD_DIM, GROUP_SIZE)
+        store_rows(out_ptr, out_scales_ptr, output_scale_ptr, o, at, real, HEAD_DIM, GROUP_SIZE, SMALLEST_SCALE)
     else:
         at = ((kv_head * seqs + seq) * splits + split).to(tl.int64) * (most * GROUP) + row
         dims = tl.arange(0, HEAD_DIM)
@@ -338,6 +340,7 @@ def _combine(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    SMALLEST_SCALE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Weighs the shares of the splits in one row by their sums, and writes BLOCK_D columns of the output."""
@@ -375,8 +378,9 @@ def _combine(
     block = (long_token * (KV_HEADS * GROUP) + head) * (HEAD_DIM // BLOCK_D) + part
     own = tl.full([1], 1, tl.int1)
     store_rows(
-        out_ptr, out_scales_ptr, output_scale_ptr, o[None, :], block + tl.zeros([1], tl.int64), own, BLOCK_D, GROUP_SIZE
-    )
+        out_ptr, out_scales_ptr, output_scale_ptr, o[None, :], block + tl.zeros([1], tl.int64), own,
+        BLOCK_D, GROUP_SIZE, SMALLEST_SCALE,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -468,6 +472,7 @@ def launch(
     window: int | None,
     softcap: float,
     max_query_len: int,
+    smallest_scale: float = SMALLEST_SCALE,
     mixed: bool = False,
     config: Plan | None = None,
 ) -> None:
@@ -478,6 +483,7 @@ def launch(
     table. The tokens of longer sequences are left as they are.
     out: contiguous [tokens, heads, head_dim], bf16, fp16 or FP8. out_scales: contiguous fp32 [tokens, heads, head_dim
     / group_size], written if given; the group is a power of two, output_scale is None then, and out is FP8.
+    smallest_scale: of out_scales.
     mixed: most sequences have fewer new tokens than max_query_len.
     config: how to share the work, by shape if None. CPU tensors work in Triton's interpreter.
     """
@@ -507,6 +513,7 @@ def launch(
     # The stride of a dimension of size 1 may be anything; it must not make another kernel.
     q_strides = [stride if size > 1 else head_dim for stride, size in zip(query.stride(), query.shape, strict=True)]
     common = {"KV_HEADS": kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "GROUP_SIZE": group_size, "EARLY": early}
+    common |= {"SMALLEST_SCALE": smallest_scale}
     _split[(kv_heads * config.row_blocks, config.splits, seqs)](
         out,
         out_scales,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fusion_passes.kernels.fp8 import quantised, to_fp8
 from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, scale_or_one, store_rows
-from fusion_passes.quant import FP8_DTYPES
+from fusion_passes.quant import FP8_DTYPES, SMALLEST_SCALE
 
 SEARCHED = tl.constexpr(128)  # sequences looked at in one step of the search for a block's own
 
@@ -170,6 +170,7 @@ def _paged_prefill(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    SMALLEST_SCALE: tl.constexpr,
 ):  # fmt: skip
     # The blocks of a sequence's last tokens have the most keys and go first.
     kv_head = tl.program_id(0) % kv_heads
@@ -262,7 +263,7 @@ def _paged_prefill(
     out_factor = scale_or_one(v_scale_ptr) * scale_or_one(prob_scale_ptr)
     acc = acc * (out_factor / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
     row = long_token * (kv_heads * GROUP) + head
-    store_rows(out_ptr, out_scales_ptr, output_scale_ptr, acc, row, own, HEAD_DIM, GROUP_SIZE)
+    store_rows(out_ptr, out_scales_ptr, output_scale_ptr, acc, row, own, HEAD_DIM, GROUP_SIZE, SMALLEST_SCALE)
 
 
 def launch_portable(
@@ -284,6 +285,7 @@ def launch_portable(
     scale: float,
     window: int | None,
     softcap: float,
+    smallest_scale: float = SMALLEST_SCALE,
     longer_than: int = 0,
     config: tuple[int, int, int, int] | None = None,
 ) -> None:
@@ -294,6 +296,7 @@ def launch_portable(
     sequences and those of none are left as they are.
     out: contiguous [tokens, heads, head_dim], bf16, fp16 or FP8. out_scales: contiguous fp32 [tokens, heads * head_dim
     / group_size], written if given; the group divides head_dim, output_scale is None then, and out is FP8.
+    smallest_scale: of out_scales.
     config: (BLOCK_M, BLOCK_N, num_warps, num_stages), by shape if None. CPU tensors work in Triton's interpreter.
     """
     tokens, heads, head_dim = query.shape
@@ -342,6 +345,7 @@ def launch_portable(
         WINDOW=window is not None,
         SOFTCAP=softcap > 0.0,
         GROUP_SIZE=0 if out_scales is None else heads * head_dim // out_scales.shape[1],
+        SMALLEST_SCALE=smallest_scale,
         num_warps=num_warps,
         num_stages=num_stages,
     )
@@ -417,6 +421,7 @@ def launch(
     scale: float,
     window: int | None,
     softcap: float,
+    smallest_scale: float = SMALLEST_SCALE,
     longer_than: int = 0,
 ) -> None:
     """As `launch_portable`, by the kernel for Hopper unless `why_portable` says no.
@@ -424,6 +429,7 @@ def launch(
     That one multiplies FP8 with FP8, so a query to be quantised is quantised before.
     """
     options = {"scale": scale, "window": window, "softcap": softcap, "longer_than": longer_than}
+    options |= {"smallest_scale": smallest_scale}
     scales = (q_scale, k_scale, v_scale, prob_scale, output_scale)
     rest = (key_cache, value_cache, block_table, query_start, seq_lens, *scales, sinks)
     tokens, heads, head_dim = query.shape

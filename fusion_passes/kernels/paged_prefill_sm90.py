@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fusion_passes.kernels.device import multiprocessors
-from fusion_passes.quant import FP8_DTYPES
+from fusion_passes.quant import FP8_DTYPES, SMALLEST_SCALE
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
 
@@ -458,7 +458,7 @@ def _consume(
     """Consumer warp group W: rows W * 64 to W * 64 + 63 of each tile."""
     q_s, q_full, q_empty = memory
     k_s, v_s, k_full, k_empty, v_full, v_empty, _turn = rings
-    out_ptr, out_scales_ptr, output_scale_ptr, sinks_ptr, out_factor, tokens, heads, window = epilogue
+    out_ptr, out_scales_ptr, output_scale_ptr, sinks_ptr, out_factor, tokens, heads, window, SMALLEST_SCALE = epilogue
     KW: gl.constexpr = 256 // k_s.dtype.primitive_bitwidth
     TOKENS: gl.constexpr = ROWS // PACK
     score_l: gl.constexpr = gl.NVMMADistributedLayout(
@@ -535,7 +535,7 @@ def _consume(
         out_row = own_token.to(gl.int64) * heads + first_head + row % PACK
         if out_scales_ptr is not None:
             LIMIT: gl.constexpr = 448.0 if out_ptr.dtype.element_ty == gl.float8e4nv else 57344.0
-            group_scale = gl.maximum(gl.max(gl.abs(acc), 1) / LIMIT, 1.1754943508222875e-38)
+            group_scale = gl.maximum(gl.max(gl.abs(acc), 1) / LIMIT, SMALLEST_SCALE)
             any_nan = gl.max((acc != acc).to(gl.int32), 1) != 0  # which the maximum leaves out
             group_scale = gl.where(any_nan, float("nan"), group_scale)
             acc = acc / group_scale[:, None]
@@ -566,9 +566,9 @@ def _paged_prefill(
     v_scale_ptr, prob_scale_ptr, output_scale_ptr, sinks_ptr, counter_ptr, table_seq, tokens, seqs, columns, pages,
     units, packs, longer_than, window, scale, softcap,
     D: gl.constexpr, PACK: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, TURNS: gl.constexpr, LAZY: gl.constexpr, CHUNK: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    SOFTCAP: gl.constexpr, SMALLEST_SCALE: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr,
+    RAW_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, TURNS: gl.constexpr,
+    LAZY: gl.constexpr, CHUNK: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     CACHE: gl.constexpr = k_desc.dtype
     CONVERT: gl.constexpr = CACHE.is_fp8()
@@ -635,7 +635,8 @@ def _paged_prefill(
     w1: gl.constexpr = 1
     batch = (query_start_ptr, seq_lens_ptr, table_ptr, table_seq, seqs, columns, pages, units, longer_than, window,
              counter_ptr, packs, columns * PAGE, tokens)  # fmt: skip
-    epilogue = (out_ptr, out_scales_ptr, output_scale_ptr, sinks_ptr, out_factor, tokens, units * PACK, window)
+    epilogue = (out_ptr, out_scales_ptr, output_scale_ptr, sinks_ptr, out_factor, tokens, units * PACK, window,
+                SMALLEST_SCALE)  # fmt: skip
     memory = (q_s, q_full, q_empty)
     rings = (k_s, v_s, k_full, k_empty, v_full, v_empty, turn)
     loads = (q_desc, k_desc, v_desc, q_s, k_boxes, v_boxes, q_full, q_empty, k_full, k_empty, raw_full, raw_empty)
@@ -681,6 +682,7 @@ def launch(
     scale: float,
     window: int | None,
     softcap: float,
+    smallest_scale: float = SMALLEST_SCALE,
     longer_than: int = 0,
     config: tuple | None = None,
 ) -> None:
@@ -729,6 +731,7 @@ def launch(
         box,
         window is not None,
         softcap > 0.0,
+        smallest_scale,
         block_n,
         *stages_and_more,
         num_warps=4,

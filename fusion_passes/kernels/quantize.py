@@ -1,12 +1,11 @@
 """FP8 quantisation in Triton, as one kernel: by a scale that is given, or by the largest magnitude of each group."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fusion_passes.kernels.fp8 import quantised
-from fusion_passes.quant import max_value
+from fusion_passes.quant import SMALLEST_SCALE, max_value
 
 BLOCK = 2048
 """Elements of a program."""
@@ -22,7 +21,7 @@ def _by_scale(out, x, scale, count, BLOCK: tl.constexpr):
 @triton.jit
 def _by_group(
     out, scales, x, groups, largest_scale,
-    SIZE: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
@@ -30,7 +29,7 @@ def _by_group(
     y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     magnitude = tl.max(tl.abs(y), 1)
     magnitude = tl.where(tl.max((y != y).to(tl.int32), 1) > 0, float("nan"), magnitude)
-    scale = tl.maximum(tl.div_rn(magnitude, LIMIT), TINY, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.maximum(tl.div_rn(magnitude, LIMIT), SMALLEST, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.minimum(scale, largest_scale, propagate_nan=tl.PropagateNan.ALL)
     tl.store(out + at, quantised(y, scale[:, None], out.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < groups)
@@ -44,7 +43,9 @@ def by_scale(x: Tensor, scale: Tensor, out: Tensor) -> None:
         _by_scale[(triton.cdiv(x.numel(), BLOCK),)](out, x, scale, x.numel(), BLOCK)
 
 
-def by_group(x: Tensor, size: int, out: Tensor, scales: Tensor, largest_scale: float) -> None:
+def by_group(
+    x: Tensor, size: int, out: Tensor, scales: Tensor, largest_scale: float, smallest_scale: float = SMALLEST_SCALE
+) -> None:
     """Codes and scales of `size` neighbours each, as `quant.choose_scale` has them; all contiguous."""
     if x.numel() == 0:
         return
@@ -55,7 +56,7 @@ def by_group(x: Tensor, size: int, out: Tensor, scales: Tensor, largest_scale: f
         *(out, scales, x, groups, largest_scale),
         SIZE=size,
         LIMIT=max_value(out.dtype),
-        TINY=torch.finfo(torch.float32).tiny,
+        SMALLEST=smallest_scale,
         ROWS=rows,
         COLUMNS=columns,
         num_warps=4 if rows * columns <= 4096 else 8,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fusion_passes import custom_ops
 from fusion_passes.ops import quantize_dynamic
 from fusion_passes.ops.quantize import quantize_fp8
-from fusion_passes.quant import QuantSpec, quantize
+from fusion_passes.quant import QuantSpec, check_lower_bound, quantize
 
 Form = Literal["plain", "opaque"]
 
@@ -37,13 +37,21 @@ class QuantFP8(nn.Module):
     `PassConfig(custom_ops={"quant_fp8": True})`, and there is an op for the spec. They are read when the layer is
     traced, from the compilation that traces it; code compiled with other settings is compiled anew.
     scale_upper_bound: for dynamic scales: a larger one becomes this, and the values that it cannot hold saturate.
+    scale_lower_bound: for dynamic scales: a smaller one becomes this; ``quant.SMALLEST_SCALE`` if None. With 0, as some
+    models have it, the codes of what is all zeros are NaN.
 
-    Raises ValueError if the bound is not positive or comes with static scales, or there is no opaque op for the spec
+    Raises ValueError if a bound comes with static scales, the upper one is not positive or less than the lower one, the
+    lower one is negative or not finite, or there is no opaque op for the spec
     (static scales per token or group).
     """
 
     def __init__(
-        self, spec: QuantSpec = STATIC_E4M3, *, form: Form | None = None, scale_upper_bound: float | None = None
+        self,
+        spec: QuantSpec = STATIC_E4M3,
+        *,
+        form: Form | None = None,
+        scale_upper_bound: float | None = None,
+        scale_lower_bound: float | None = None,
     ) -> None:
         super().__init__()
         if form not in ("plain", "opaque", None):
@@ -55,7 +63,15 @@ class QuantFP8(nn.Module):
             raise ValueError(f"{self.lacks}: use form='plain'")
         if scale_upper_bound is not None and (spec.static or not scale_upper_bound > 0.0):
             raise ValueError(f"scale_upper_bound must be positive and is for dynamic scales, got {scale_upper_bound}")
-        self.spec, self.form, self.scale_upper_bound = spec, form, scale_upper_bound
+        if scale_lower_bound is not None and spec.static:
+            raise ValueError(f"scale_lower_bound is for dynamic scales, got {scale_lower_bound}")
+        check_lower_bound(scale_lower_bound)
+        if scale_upper_bound is not None and scale_upper_bound < (scale_lower_bound or 0.0):
+            raise ValueError(
+                f"scale_upper_bound, {scale_upper_bound}, is less than scale_lower_bound, {scale_lower_bound}"
+            )
+        self.spec, self.form = spec, form
+        self.scale_upper_bound, self.scale_lower_bound = scale_upper_bound, scale_lower_bound
 
     def forward(self, x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x: [..., hidden]. scale: fp32, given for static scales and only then, in the shape of ``choose_scale``.
@@ -70,7 +86,7 @@ class QuantFP8(nn.Module):
         opaque = self.form == "opaque" or (self.form is None and custom_ops.is_on("quant_fp8", self.lacks))
         if scale is None:
             dynamic = quantize_dynamic.quantize_fp8_dynamic if opaque else quantize_dynamic.plain
-            return dynamic(x, spec, self.scale_upper_bound)
+            return dynamic(x, spec, self.scale_upper_bound, self.scale_lower_bound)
         if scale.device != x.device:
             raise ValueError(f"scale is on {scale.device}, x on {x.device}: make the scale a buffer of the module")
         if opaque:
@@ -78,5 +94,6 @@ class QuantFP8(nn.Module):
         return quantize(x, scale, spec.dtype), scale
 
     def extra_repr(self) -> str:
-        bound = "" if self.scale_upper_bound is None else f", scale_upper_bound={self.scale_upper_bound}"
-        return f"{self.spec}, form={self.form or 'as set'}{bound}"
+        bounds = {"scale_upper_bound": self.scale_upper_bound, "scale_lower_bound": self.scale_lower_bound}
+        given = "".join(f", {name}={bound}" for name, bound in bounds.items() if bound is not None)
+        return f"{self.spec}, form={self.form or 'as set'}{given}"

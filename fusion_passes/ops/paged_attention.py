@@ -15,7 +15,7 @@ from torch import SymInt, Tensor
 
 from fusion_passes import reference
 from fusion_passes.ops import kv_cache, support
-from fusion_passes.quant import FP8_DTYPES, QuantSpec, choose_scale, quantize
+from fusion_passes.quant import FP8_DTYPES, SMALLEST_SCALE, QuantSpec, check_lower_bound, choose_scale, quantize
 from fusion_passes.symbolic import known
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ Result = Tensor | tuple[Tensor, Tensor]
 class PagedAttentionArguments:
     """A call of either op, in the order of its schema: what the fields mean, ``paged_attention`` says.
 
-    group_size: None for ``paged_attention``. Raises ValueError, or TypeError for a dtype, if the call cannot mean
-    anything.
+    group_size: None for ``paged_attention``, which has no scale_lower_bound either. Raises ValueError, or TypeError for
+    a dtype, if the call cannot mean anything.
     """
 
     query: Tensor
@@ -62,6 +62,7 @@ class PagedAttentionArguments:
     max_query_len: int | SymInt | None = None
     implementation: str = "auto"
     group_size: int | None = None
+    scale_lower_bound: float | None = None
 
     def __post_init__(self) -> None:
         kv_cache.validate_cache(self.key_cache, self.value_cache)
@@ -120,6 +121,7 @@ class PagedAttentionArguments:
                 raise TypeError(f"dtype must be FP8 for scales per group, got {dtype}")
             if self.group_size < 1 or known(self.query.shape[2] % self.group_size != 0):
                 raise ValueError(f"group_size must divide head_dim, {self.query.shape[2]}, got {self.group_size}")
+            check_lower_bound(self.scale_lower_bound)
             return
         if self.dtype is None and self.query.dtype in FP8_DTYPES:
             raise TypeError("dtype says what to return; it can only be left out if query is not FP8")
@@ -146,7 +148,7 @@ class PagedAttentionArguments:
         if self.group_size is None:
             return reference.rounded(out, self.output_scale, self.out_dtype)
         spec = QuantSpec(self.out_dtype, "group", self.group_size, static=False)
-        scales = choose_scale(out, spec)
+        scales = choose_scale(out, spec, self.scale_lower_bound)
         return quantize(out, scales, spec.dtype), scales
 
     @property
@@ -266,12 +268,14 @@ def _kernels(a: PagedAttentionArguments) -> Result:
         *(None if a.sinks is None else a.sinks.contiguous(),),
     )
     longest = tokens if a.max_query_len is None else min(int(a.max_query_len), tokens)
+    smallest_scale = SMALLEST_SCALE if a.scale_lower_bound is None else a.scale_lower_bound
     few = max(1, min(longest, paged_decode.MAX_QUERY_LEN))
     paged_decode.launch(
         *(out, out_scales, *tensors),
         scale=a.scale,
         window=a.window,
         softcap=a.softcap,
+        smallest_scale=smallest_scale,
         max_query_len=few,
         mixed=a.block_table.shape[0] > 1 and (a.max_query_len is None or longest > few),
     )
@@ -281,6 +285,7 @@ def _kernels(a: PagedAttentionArguments) -> Result:
             scale=a.scale,
             window=a.window,
             softcap=a.softcap,
+            smallest_scale=smallest_scale,
             longer_than=few,
         )
     return result
@@ -372,7 +377,7 @@ _register(
 )
 _register(
     "paged_attention_group_quant",
-    f"({_BATCH}Tensor? sinks=None, {_OPTIONS}, int group_size=128) -> (Tensor, Tensor)",
+    f"({_BATCH}Tensor? sinks=None, {_OPTIONS}, int group_size=128, float? scale_lower_bound=None) -> (Tensor, Tensor)",
     _group_arguments,
 )
 
@@ -459,14 +464,16 @@ def paged_attention_group_quant(
     max_query_len: int | None = None,
     implementation: str = "auto",
     group_size: int = 128,
+    scale_lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``paged_attention`` quantised in groups of a head's columns, with scales chosen from the fp32 attention.
 
-    dtype: FP8, e4m3fn if None. group_size: divides head_dim. The rest as in ``paged_attention``.
+    dtype: FP8, e4m3fn if None. group_size: divides head_dim. scale_lower_bound: as of ``quant.choose_scale``. The rest
+    as in ``paged_attention``.
 
     Returns codes [tokens, heads, head_dim] and fp32 scales [tokens, heads, head_dim // group_size], both contiguous,
     as ``quant.choose_scale`` and ``quant.quantize`` make them for ``QuantSpec(dtype, "group", group_size,
-    static=False)``. Where the attention is 0, so are the codes, and the scale is the smallest normal number.
+    static=False)``. Where the attention is 0, the scale is the lower bound and the codes are 0, or NaN if that is 0.
     """
     codes, scales = torch.ops.fusion_passes.paged_attention_group_quant(
         *(query, key_cache, value_cache, block_table, query_start, seq_lens),
@@ -478,5 +485,6 @@ def paged_attention_group_quant(
         max_query_len=max_query_len,
         implementation=implementation,
         group_size=group_size,
+        scale_lower_bound=scale_lower_bound,
     )
     return codes, scales

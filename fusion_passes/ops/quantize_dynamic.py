@@ -19,14 +19,19 @@ LARGEST_GROUP = 16384
 _library = torch.library.Library("fusion_passes", "FRAGMENT")
 _library.define(
     "quantize_fp8_dynamic(Tensor x, *, ScalarType dtype, str granularity, SymInt? group_size=None, "
-    "float? scale_upper_bound=None) -> (Tensor, Tensor)",
+    "float? scale_upper_bound=None, float? scale_lower_bound=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def plain(x: Tensor, spec: quant.QuantSpec, scale_upper_bound: float | None = None) -> tuple[Tensor, Tensor]:
+def plain(
+    x: Tensor,
+    spec: quant.QuantSpec,
+    scale_upper_bound: float | None = None,
+    scale_lower_bound: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """The codes of x and their scales, in plain torch."""
-    scale = quant.choose_scale(x, spec)
+    scale = quant.choose_scale(x, spec, scale_lower_bound)
     if scale_upper_bound is not None:
         scale = scale.clamp_max(scale_upper_bound)
     return quant.quantize(x, scale, spec.dtype), scale
@@ -39,8 +44,10 @@ def _quantize(
     granularity: quant.Granularity,
     group_size: int | None = None,
     scale_upper_bound: float | None = None,
+    scale_lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    codes, scale = plain(x, quant.QuantSpec(dtype, granularity, group_size, static=False), scale_upper_bound)
+    spec = quant.QuantSpec(dtype, granularity, group_size, static=False)
+    codes, scale = plain(x, spec, scale_upper_bound, scale_lower_bound)
     return codes.contiguous(), scale.contiguous()
 
 
@@ -51,21 +58,25 @@ def _quantize_cuda(
     granularity: quant.Granularity,
     group_size: int | None = None,
     scale_upper_bound: float | None = None,
+    scale_lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    options = {"dtype": dtype, "granularity": granularity, "group_size": group_size}
+    options: dict[str, object] = {"dtype": dtype, "granularity": granularity, "group_size": group_size}
+    options |= {"scale_upper_bound": scale_upper_bound, "scale_lower_bound": scale_lower_bound}
+    quant.check_lower_bound(scale_lower_bound)
     size = x.shape[-1] if group_size is None else group_size
     if not has_kernel(x, dtype) or size == 0 or x.shape[-1] % size or size > LARGEST_GROUP:
-        return _quantize(x, **options, scale_upper_bound=scale_upper_bound)  # type: ignore[arg-type]
+        return _quantize(x, **options)  # type: ignore[arg-type]
     from fusion_passes.kernels import quantize
 
-    codes, scale = _fake(x, **options, scale_upper_bound=scale_upper_bound)  # type: ignore[arg-type]
+    codes, scale = _fake(x, **options)  # type: ignore[arg-type]
     if granularity == "tensor":
-        scale = quant.choose_scale(x, quant.QuantSpec(dtype, static=False))
+        scale = quant.choose_scale(x, quant.QuantSpec(dtype, static=False), scale_lower_bound)
         scale = scale if scale_upper_bound is None else scale.clamp_max(scale_upper_bound)
         quantize.by_scale(x.contiguous(), scale, codes)
     else:
-        bound = math.inf if scale_upper_bound is None else scale_upper_bound
-        quantize.by_group(x.contiguous(), size, codes, scale, bound)
+        largest = math.inf if scale_upper_bound is None else scale_upper_bound
+        smallest = quant.SMALLEST_SCALE if scale_lower_bound is None else scale_lower_bound
+        quantize.by_group(x.contiguous(), size, codes, scale, largest, smallest)
     return codes, scale
 
 
@@ -76,6 +87,7 @@ def _fake(
     granularity: quant.Granularity,
     group_size: int | None = None,
     scale_upper_bound: float | None = None,
+    scale_lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     if granularity == "tensor":
         shape = [1]
@@ -90,11 +102,15 @@ torch.library.register_fake("fusion_passes::quantize_fp8_dynamic", _fake, lib=_l
 
 
 def quantize_fp8_dynamic(
-    x: Tensor, spec: quant.QuantSpec, scale_upper_bound: float | None = None
+    x: Tensor,
+    spec: quant.QuantSpec,
+    scale_upper_bound: float | None = None,
+    scale_lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """FP8 codes of x, contiguous, and the scales that `quant.choose_scale` gives for spec, at most the upper bound.
+    """FP8 codes of x, contiguous, and the scales that `quant.choose_scale` gives for spec and the lower bound, at most
+    the upper one.
 
-    What the bound leaves outside of the codes' range saturates.
+    What the upper bound leaves outside of the codes' range saturates.
     """
     codes, scale = torch.ops.fusion_passes.quantize_fp8_dynamic(
         x,
@@ -102,5 +118,6 @@ def quantize_fp8_dynamic(
         granularity=spec.granularity,
         group_size=spec.group_size,
         scale_upper_bound=scale_upper_bound,
+        scale_lower_bound=scale_lower_bound,
     )
     return codes, scale

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from fusion_passes.idioms.group_quantize import SPELLINGS
 from fusion_passes.ops import kv_cache_write
 from fusion_passes.ops.quantize_dynamic import quantize_fp8_dynamic
 from fusion_passes.quant import QuantSpec, choose_scale, quantize
@@ -211,6 +212,14 @@ def grouped(
     )
 
 
+BOUNDED = (
+    "lower bound of the magnitude, no clamp",
+    "lower bound of the magnitude, in its dtype",
+    "lower bound of the scale, scales by columns",
+    "times the largest code over the magnitude",
+    "by way of float64",
+    "no lower bound",
+)
 GROUPS = (
     grouped("scales repeated", by_layer, query=E4M3),
     grouped("opaque", by_op, "opaque"),
@@ -220,6 +229,8 @@ GROUPS = (
     grouped("no views", in_groups, views=lambda x: x),
     grouped("codes alone", in_groups, then=lambda codes, scales: codes),
     grouped("scales transposed behind", in_groups, then=lambda codes, scales: (codes, scales.t().contiguous())),
+    grouped("scales of at least 1e-10", lambda x: in_groups(x, smallest=1e-10)),
+    *(grouped(name, lambda x, function=SPELLINGS[name]: function(x, E4M3)) for name in BOUNDED),
     grouped("scales used twice", in_groups, then=lambda codes, scales: (codes, scales, scales * 2.0)),
 )
 
@@ -239,16 +250,34 @@ def magnitudes_too(x):
     return clamp(groups / scales).flatten(-2), scales.squeeze(-1), largest
 
 
-def magnitude_at_least(x):
-    groups = x.view(x.shape[0], -1, GROUP)
-    scales = groups.abs().float().amax(2).clamp(1e-4) / 448.0
-    return (groups / scales.unsqueeze(2)).to(E4M3).view(x.shape), scales
+def without_the_bound(x):
+    groups = x.float().unflatten(-1, (-1, GROUP))
+    scales = groups.abs().amax(-1, keepdim=True) / 448.0
+    return clamp(groups / scales.clamp(min=1e-12)).flatten(-2), scales.squeeze(-1)
 
 
-def over_the_magnitude(x):
-    groups = x.view(x.shape[0], -1, GROUP)
-    magnitude = groups.abs().float().amax(2).clamp(1e-4)
-    return (groups * (448.0 / magnitude.unsqueeze(2))).to(E4M3).view(x.shape), magnitude / 448.0
+def neither_bound_nor_clamp(x):
+    groups = x.float().unflatten(-1, (-1, GROUP))
+    scales = groups.abs().amax(-1, keepdim=True) / 448.0
+    return (groups / scales).to(E4M3).flatten(-2), scales.squeeze(-1)
+
+
+def in_bf16(x):
+    groups = x.unflatten(-1, (-1, GROUP))
+    scales = groups.abs().amax(-1, keepdim=True) / 448.0
+    return clamp(groups / scales).flatten(-2), scales.squeeze(-1)
+
+
+def in_float64(x):
+    groups = x.double().unflatten(-1, (-1, GROUP))
+    scales = groups.abs().amax(-1, keepdim=True) / 448.0
+    return clamp(groups / scales).flatten(-2), scales.squeeze(-1)
+
+
+def by_columns(x):
+    groups = x.unflatten(-1, (-1, GROUP)).transpose(0, 1).float()
+    scales = (groups.abs().amax(-1) / 448.0).clamp(min=1e-10)
+    return clamp(groups / scales[..., None]).transpose(0, 1).flatten(1), scales
 
 
 DECLINED = (
@@ -257,9 +286,11 @@ DECLINED = (
     static("whole numbers", r"whole numbers", lambda x, s: clamp((x.float() / s).round())),
     static("not quantised", r"goes to .*sin", lambda x, s: x.sin()),
     declined("scales are powers of two", r"exp2", lambda x: in_groups(x, prepare=lambda s: s.log2().ceil().exp2())),
-    declined("scales of at least 1e-10", r"at least 1e-10", lambda x: in_groups(x, smallest=1e-10)),
-    declined("magnitudes of at least 1e-4", r"at least 2\.2\d+e-07", magnitude_at_least),
-    declined("multiplied by 448 / magnitude", r"reciprocal of the scales passes through", over_the_magnitude),
+    declined("scales without the bound", r"is also read by", without_the_bound, place=True),
+    declined("neither bound nor clamp", r"clamp before the cast", neither_bound_nor_clamp, cuda=False),
+    declined("scales in bf16", r"rounds them to bfloat16: choose them in float32", in_bf16),
+    declined("scales in float64", r"scales are float64, in the fused op float32", in_float64),
+    declined("scales by columns, made so", r"transposed before it is quantised; the fused op has groups", by_columns),
     declined("scales of at most 0.1", r"at most 0\.1", lambda x: in_groups(x, prepare=lambda s: s.clamp(max=0.1))),
     declined("two heads in a group", r"do not divide a head", lambda x: in_groups(x, 2 * HEAD_DIM)),
     declined("heads last", r"transposed", in_groups, views=lambda x: x.transpose(1, 2).flatten(1)),

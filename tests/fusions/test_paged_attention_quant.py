@@ -5,7 +5,7 @@ import torch
 
 from fusion_passes import PassConfig, PostGradPassManager, Report
 from fusion_passes.fusions.paged_attention_quant import PagedGroupMatch, PagedMatch
-from fusion_passes.quant import QuantSpec, choose_scale, dequantize, quantize
+from fusion_passes.quant import QuantSpec, choose_scale, codes, dequantize, quantize
 from fusion_passes.testing import capture, capture_cuda, print_graph
 from tests.fusions import paged_attention_quant_cases as cases
 from tests.fusions import paged_cases as paged
@@ -133,6 +133,62 @@ def test_values_per_group_are_as_close_to_fp32_as_those_of_the_stock_graph():
         codes, scales = WithoutCode(case.fn, config)(*inputs)
         errors.append((dequantize(codes, scales) - exact).square().mean())
     assert errors[0] <= errors[1]
+
+
+LEAST_MAGNITUDE = dict(zip(cases.BOUNDED, (1e-4, 2.0**-13, 1.0 / 512.0, 1e-4, 1e-12, 0.0), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", cases.BOUNDED)
+@torch.no_grad()
+def test_groups_that_the_lower_bound_decides(name, dtype):
+    """Zeros, magnitudes below the bound, a NaN and an infinity, each in groups of their own: as in the graph."""
+    case, least = find(f"groups: {name}"), LEAST_MAGNITUDE[name]
+    query, key, value, table, start, lengths = cases.inputs(query=dtype, output=False)(7, "cpu")
+    value[:, 0] *= least / 10
+    pages = table[:, 0].long()
+    value[pages[0], 1, 0, 40], value[pages[1], 1, 0, 3] = torch.inf, torch.nan
+    start[-1] -= 1
+    lengths[-1] -= 1
+    ours, stock = WithoutCode(case.fn), WithoutCode(case.fn, STOCK)
+    (out, scales), (want, want_scales) = (run(query, key, value, table, start, lengths) for run in (ours, stock))
+    assert ours.fused == 1
+    assert scales.stride() == want_scales.stride()
+    torch.testing.assert_close(scales, want_scales, rtol=2.0**-8, atol=0.0, equal_nan=True)
+    assert torch.equal(out.isnan(), want.isnan())
+    off = (codes(out) - codes(want)).abs()
+    assert (off > 0).float().mean() < 0.1
+    scales, out, want, off = scales.reshape(7, 8), *(x.reshape(7, 8, 32) for x in (out, want, off))
+    subnormal = 2.0**-24 if dtype is torch.float16 else 0.0  # the step to which the unfused attention is rounded
+    error = (out.float() - want.float()).nan_to_num().abs() * scales.nan_to_num()[..., None]
+    assert ((off <= 1) | (error <= subnormal)).all()
+    small = torch.full((7, 8), False)
+    small[:, :4] = True
+    small[6] = True
+    torch.testing.assert_close(scales[small], torch.full_like(scales[small], least / 448.0), rtol=3e-7, atol=0.0)
+    assert out[6].isnan().all() == (least == 0.0)
+    assert (scales[:4, [5, 7]] == torch.inf).all()
+    assert scales[4:6, [4, 6]].isnan().all()
+    assert (scales[:4, [4, 6]] > 1e-3).all()
+    assert (scales[4:6, [5, 7]] > 1e-3).all()
+
+
+@torch.no_grad()
+def test_a_bound_that_is_no_number_like_others_in_the_dtype_of_the_magnitudes():
+    """In fp16 1e-10 is 0, but not where Inductor keeps the digits of fp32: it would not be known what zeros give."""
+
+    def fn(*tensors):
+        groups = paged.attend(*tensors).unflatten(-1, (-1, 32))
+        scales = groups.abs().amax(-1).clamp(min=1e-10)[..., None].float() / 448.0
+        return (groups / scales).clamp(-448.0, 448.0).to(E4M3), scales
+
+    fused = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        run = WithoutCode(fn)
+        run(*cases.inputs(query=dtype, output=False)(7, "cpu"))
+        fused[dtype] = run.fused
+    assert fused == {torch.bfloat16: 1, torch.float16: 0}
+    assert "less than the smallest normal number of float16" in "\n".join(run.report.declined("attention_quant"))
 
 
 @torch.no_grad()

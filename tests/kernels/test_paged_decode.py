@@ -66,7 +66,18 @@ class Problem:
         self.scales = {"k_scale": None, "v_scale": None} | ({} if cache not in FP8_DTYPES else scales)
         self.scales["q_scale"] = scales["q_scale"] if query in FP8_DTYPES else None
 
-    def run(self, dtype=BF16, *, group_size=None, splits=None, scale=0.31, max_query_len=None, config=None, **options):
+    def run(
+        self,
+        dtype=BF16,
+        *,
+        group_size=None,
+        splits=None,
+        scale=0.31,
+        max_query_len=None,
+        config=None,
+        least=None,
+        **options,
+    ):
         """The output (and its scales), and the fp32 reference."""
         rest = {"prob_scale": None, "sinks": None, **self.scales, **options}
         logic = {"scale": scale, "window": rest.pop("window", None), "softcap": rest.pop("softcap", 0.0)}
@@ -81,7 +92,10 @@ class Problem:
             rows = most * heads // self.key.shape[1]
             block_m = 16 if rows <= 16 else 32
             config = Plan(block_m, math.ceil(rows / block_m), 64, splits)
-        launch(out, scales, *batch, output_scale=output_scale, **rest, **logic, max_query_len=most, config=config)
+        bound = {} if least is None else {"smallest_scale": least}
+        launch(
+            out, scales, *batch, output_scale=output_scale, **rest, **logic, **bound, max_query_len=most, config=config
+        )
         return (out, scales, want) if group_size else (out, want)
 
 
@@ -180,6 +194,25 @@ def test_scales_per_group(group_size, dtype, splits):
     check(out, want, choose_scale(want, spec))
 
 
+@pytest.mark.parametrize("query", [BF16, torch.float16])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_lower_bound_of_scales_per_group(splits, query):
+    """Half of the groups are below it.  Without one, padding has the scale 0 and NaN for codes."""
+    problem, spec = Problem(FEW, query=query), QuantSpec(E4M3, "group", 32, static=False)
+    _, scales, want = problem.run(E4M3, group_size=32, splits=splits)
+    least = scales.median().item()
+    out, scales, _ = problem.run(E4M3, group_size=32, splits=splits, least=least)
+    torch.testing.assert_close(scales, choose_scale(want, spec, least), rtol=2e-3, atol=0)
+    assert (scales == least).float().mean() >= 0.5
+    check(out, want, choose_scale(want, spec, least))
+    problem.value[:, 0] = 0.0
+    out, scales, want = problem.run(E4M3, group_size=32, splits=splits, least=0.0)
+    exact = choose_scale(want, spec, 0.0)
+    assert torch.equal(scales == 0.0, exact == 0.0)
+    assert 0.0 < (scales == 0.0).float().mean() < 1.0
+    assert torch.equal(out.isnan(), (exact == 0.0).repeat_interleave(32, -1))
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_longer_sequences_are_left_alone(mixed):
     problem = Problem(((9, 40), (2, 33), (1, 70)), heads=8, kv_heads=1)
@@ -268,7 +301,7 @@ scales = [name + "_scale_ptr" for name in ("q", "k", "v", "prob", "output")]
 common = dict.fromkeys(scales + ["lse_ptr"], "*fp32")
 common |= dict.fromkeys(("start_ptr", "length_ptr", "table_ptr"), "*i32") | {"out_ptr": "*fp8e4nv", "part_ptr": "*fp16"}
 common |= dict.fromkeys(("scale", "softcap"), "fp32")
-shape = dict(KV_HEADS=8, GROUP=4, GROUP_SIZE=0, EARLY=True, out_scales_ptr=None, sinks_ptr=None)
+shape = dict(KV_HEADS=8, GROUP=4, GROUP_SIZE=0, SMALLEST_SCALE=0.0, EARLY=True, out_scales_ptr=None, sinks_ptr=None)
 for head_dim, dtype, seqs, tokens, page in (
     (128, "fp8e4nv", 8, 1, 64), (128, "fp8e4nv", 32, 1, 64), (128, "fp8e4nv", 8, 4, 16), (128, "fp8e4nv", 8, 8, 64),
     (128, "fp8e4nv", 8, 16, 64), (64, "fp8e4nv", 8, 1, 64), (256, "fp8e4nv", 8, 1, 64), (128, "bf16", 8, 1, 64),

@@ -73,7 +73,7 @@ class Problem:
     def batch(self):
         return self.query, self.key, self.value, self.table, self.start, self.lengths
 
-    def run(self, kernel, dtype=BF16, *, group_size=None, longer_than=0, scale=None, **options):
+    def run(self, kernel, dtype=BF16, *, group_size=None, longer_than=0, scale=None, least=None, **options):
         """The output (and its scales), and the fp32 reference."""
         rest = {"prob_scale": None, "sinks": None, **self.scales, **options}
         logic = {
@@ -89,6 +89,7 @@ class Problem:
         out = poisoned(tokens, heads, head_dim, dtype=dtype)
         scales = poisoned(tokens, heads * head_dim // group_size, dtype=torch.float32) if group_size else None
         arguments = {"output_scale": self.output_scale, **rest, **logic, "longer_than": longer_than}
+        arguments |= {} if least is None else {"smallest_scale": least}
         launch(kernel, out, scales, *self.batch, **arguments)
         return (out, scales, want) if group_size else (out, want)
 
@@ -207,6 +208,25 @@ def test_a_scale_for_each_group(groups, dtype, kernel):
     torch.testing.assert_close(scales[:-2], exact[:-2], rtol=2**-7, atol=0.0)
     values = out.float() * scales.view(*out.shape[:2], -1).repeat_interleave(group_size, -1)
     assert (values - want)[:-2].norm() <= (0.04 if dtype is E4M3 else 0.08) * want[:-2].norm()
+
+
+@kernels
+@pytest.mark.parametrize("query", [BF16, torch.float16])
+def test_a_lower_bound_of_the_scales(query, kernel):
+    """Half of the heads are below it; with 0 heads of zeros have NaN for codes."""
+    problem, spec = Problem(MIXED, query=query, cache=query), QuantSpec(E4M3, "group", HEAD_DIM, static=False)
+    _, scales, want = problem.run(kernel, E4M3, group_size=HEAD_DIM)
+    least = scales[:-2].median().item()
+    _, scales, _ = problem.run(kernel, E4M3, group_size=HEAD_DIM, least=least)
+    exact = choose_scale(want, spec, least).flatten(1)
+    torch.testing.assert_close(scales[:-2], exact[:-2], rtol=2**-7, atol=0.0)
+    assert (scales[:-2] == least).float().mean() >= 0.5
+    problem.value[:, 0] = 0.0
+    out, scales, want = problem.run(kernel, E4M3, group_size=HEAD_DIM, least=0.0)
+    zeros = (want == 0.0).all(-1)[:-2]
+    assert 0.0 < zeros.float().mean() < 1.0
+    assert torch.equal(scales[:-2] == 0.0, zeros)
+    assert torch.equal(out[:-2].isnan(), zeros[..., None].expand_as(out[:-2]))
 
 
 @kernels

@@ -45,12 +45,26 @@ def test_by_a_scale(shape, fp8, dtype):
 @pytest.mark.parametrize(("shape", "size"), [((7, 96), 32), ((5, 96), 96), ((3, 2, 256), 128), ((1, 2048), 2048)])
 def test_by_group(shape, size, fp8, bound):
     """A NaN or an infinity spreads in its group alone; a group of zeros has the smallest scale."""
-    x = hard(*shape)
+    check_groups(shape, size, fp8, torch.bfloat16, bound, torch.finfo(torch.float32).tiny)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+@pytest.mark.parametrize("smallest", [0.0, 1e-10 / 448.0, 0.04])
+def test_by_group_with_a_lower_bound(smallest, fp8, dtype):
+    """With 0 a group of zeros has the scale 0 and NaN for codes."""
+    check_groups((7, 96), 32, fp8, dtype, math.inf, smallest)
+
+
+def check_groups(shape, size, fp8, dtype, bound, smallest):
+    x = hard(*shape, dtype=dtype)
     x[..., -1, :size] = 0.0
+    if len(shape) == 2 and shape[0] > 2:
+        x[2, size:] = 1e-3
     out = torch.full_like(x, math.nan, dtype=fp8)
     scales = x.new_full((*shape[:-1], shape[-1] // size), math.nan, dtype=torch.float32)
-    kernels.by_group(x, size, out, scales, bound)
-    want = choose_scale(x, QuantSpec(fp8, "group", size, static=False)).clamp_max(bound)
+    kernels.by_group(x, size, out, scales, bound, smallest)
+    want = choose_scale(x, QuantSpec(fp8, "group", size, static=False), smallest).clamp_max(bound)
     same(scales, want)
     same(out, quantize(x, want, fp8))
 

@@ -51,6 +51,20 @@ def test_upper_bound(form):
 
 
 @pytest.mark.parametrize("form", ["plain", "opaque"])
+@pytest.mark.parametrize("spec", DYNAMIC, ids=lambda spec: spec.granularity)
+def test_lower_bound(spec, form):
+    x = torch.tensor([[448.0] + 31 * [1.0], 32 * [0.0]])
+    for bound in (0.0, 1e-10, 2.0):
+        layer = QuantFP8(spec, form=form, scale_lower_bound=bound)
+        assert f"scale_lower_bound={bound}" in repr(layer)
+        for rows in (x, x[1:]):
+            out, scale = layer(rows)
+            assert torch.equal(scale, choose_scale(rows, spec, bound))
+            assert torch.equal(out.view(torch.uint8), quantize(rows, scale, spec.dtype).view(torch.uint8))
+        assert scale.unique().tolist() == [pytest.approx(bound)]
+
+
+@pytest.mark.parametrize("form", ["plain", "opaque"])
 @pytest.mark.parametrize("spec", [QuantSpec(), *DYNAMIC], ids=lambda s: f"{s.granularity}-{s.static}")
 def test_plain_is_visible_to_the_compiler(form, spec, post_grad_graphs):
     scale = [torch.tensor(0.02)] if spec.static else []
@@ -78,6 +92,12 @@ def test_bad_arguments():
         QuantFP8(QuantSpec(granularity="token"), form="opaque")
     with pytest.raises(ValueError, match="must be positive and is for dynamic scales"):
         QuantFP8(scale_upper_bound=1.0)
+    with pytest.raises(ValueError, match="scale_lower_bound is for dynamic scales"):
+        QuantFP8(scale_lower_bound=1e-10)
+    with pytest.raises(ValueError, match="must be a finite number, 0 or more"):
+        QuantFP8(QuantSpec(static=False), scale_lower_bound=-1.0)
+    with pytest.raises(ValueError, match="is less than scale_lower_bound"):
+        QuantFP8(QuantSpec(static=False), scale_lower_bound=1.0, scale_upper_bound=0.5)
     with pytest.raises(ValueError, match="form must be"):
         QuantFP8(form="fast")
     with pytest.raises(ValueError, match="scale is on meta, x on cpu"):

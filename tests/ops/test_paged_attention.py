@@ -389,14 +389,22 @@ def test_scales_per_group(case, implementation, device):
     assert (codes(out.cpu())[problem.total :] == 0).all()
 
 
-def test_group_of_zeros_has_the_smallest_scale():
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("lower_bound", [None, 1e-10, 0.0])
+@pytest.mark.parametrize("implementation", ["op", "gather"])
+def test_group_of_zeros_has_the_smallest_scale(implementation, lower_bound, dtype):
     problem = Problem(((0, 0), (1, 4)))
-    out, scales = paged_attention_group_quant(
-        *problem.args(problem.query.bfloat16()), **problem.scales, scale=0.3, group_size=4
-    )
-    assert (scales[1:] == torch.finfo(FP32).tiny).all()
-    assert (codes(out)[1:] == 0).all()
+    function = paged_attention_group_quant if implementation == "op" else gathered
+    arguments = problem.args(problem.query.to(dtype))
+    options = {**problem.scales, "scale": 0.3, "group_size": 4, "scale_lower_bound": lower_bound}
+    out, scales = function(*arguments, **options)
+    least = torch.tensor(torch.finfo(FP32).tiny if lower_bound is None else lower_bound)
+    assert (scales[1:] == least).all()
+    assert out[1:].isnan().all() if lower_bound == 0.0 else (codes(out)[1:] == 0).all()
     assert (scales[0] > 1e-6).all()
+    bound = scales[0].median().item()
+    _, bounded = function(*arguments, **options | {"scale_lower_bound": bound})
+    assert torch.equal(bounded, scales.clamp_min(bound))
 
 
 @pytest.mark.parametrize(
@@ -406,6 +414,7 @@ def test_group_of_zeros_has_the_smallest_scale():
         ({"group_size": 0}, ValueError, "group_size must divide head_dim, 16, got 0"),
         ({"group_size": 8, "dtype": BF16}, TypeError, "dtype must be FP8 for scales per group"),
         ({"softcap": -1.0}, ValueError, "softcap must be positive"),
+        ({"scale_lower_bound": -1e-10}, ValueError, "a lower bound of scales must be a finite number, 0 or more"),
     ],
     ids=str,
 )
@@ -421,7 +430,7 @@ def test_opcheck_of_groups(device):
     for half in (problem.cache.key, problem.cache.value):
         half[half.isnan()] = 0
     arguments = problem.args(problem.query.bfloat16().nan_to_num(), device)
-    torch.library.opcheck(GROUP_OP, arguments, {"scale": 0.3, "group_size": 8})
+    torch.library.opcheck(GROUP_OP, arguments, {"scale": 0.3, "group_size": 8, "scale_lower_bound": 1e-10})
 
 
 @pytest.mark.gpu
