@@ -7,6 +7,7 @@ import triton.language as tl
 @triton.jit
 def to_fp8(x, dtype: tl.constexpr):
     """fp32 x as FP8: what overflows saturates, NaN stays NaN."""
+    tl.static_assert(dtype == tl.float8e4nv or dtype == tl.float8e5)
     LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
     return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 

@@ -277,7 +277,7 @@ def _launch(
     slot_mapping = slot_mapping.contiguous()
     block_q, block_kv, num_warps = config or _config(heads, kv_heads, head_dim)
     half = rotary_dim // 2
-    programs = tokens * (-(-heads // block_q) - (-kv_heads // block_kv))
+    programs = tokens * (-(-heads // block_q) + -(-kv_heads // block_kv))
     tensors = (
         *(out, query, key, value, cos, sin, positions, key_cache, value_cache, slot_mapping),
         *(q_scale, k_scale, v_scale),

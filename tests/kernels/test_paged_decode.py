@@ -265,6 +265,8 @@ def test_plan():
     assert plan(1, 8, 4, 25088, 64, 132) == Plan(16, 1, 64, 49, 3)
     assert plan(1, 8, 4, 100, 64, 132).splits == 1
     assert plan(64, 8, 4, 16384, 64, 132).splits == 7
+    assert plan(40, 8, 4, 16384, 64, 132, itemsize=2) == Plan(16, 1, 64, 7, 2)
+    assert plan(48, 8, 4, 4096, 64, 132) == Plan(16, 1, 64, 1, 4)
     assert plan(1000, 8, 4, 16384, 64, 132).splits == 1
     assert plan(8, 8, 4, 16384, 64, 132, head_dim=256) == Plan(16, 1, 64, 4, 2)
     assert plan(8, 8, 4, 16384, 64, 132, itemsize=2) == Plan(16, 1, 64, 4, 2)
