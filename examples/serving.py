@@ -270,6 +270,7 @@ class Runner:
             block_table=x["block_table"][:seqs],
             slot_mapping=x["slot_mapping"][:tokens],
             max_query_len=1 if one_each else None,
+            page_size=self.page_size,
         )
         logits = self.model(x["tokens"][:tokens], x["positions"][:tokens], metadata, x["rows"][:seqs])
         return logits.argmax(-1)

@@ -28,6 +28,10 @@ RANGES = {"q_range": 200.0, "k_range": 200.0, "v_range": 100.0}
 """What the largest magnitude of the first batch becomes as a code: leaves room below e4m3fn's 448 for later ones."""
 FNUZ_FACTOR = 2.0
 """The same bits are half as much in e4m3fnuz as in e4m3fn, for which checkpoints are calibrated."""
+_FROM_META = (
+    "call to_empty(device=...) before weights are loaded, or after load_state_dict(assign=True) "
+    "process_weights_after_loading(model, device=...)"
+)
 
 
 class Attention(nn.Module):
@@ -206,7 +210,7 @@ class Attention(nn.Module):
         Returns [tokens, num_heads, head_dim], in the layer's dtype if it leaves unquantised, and with output_group_size
         the fp32 scales, [tokens, num_heads, head_dim // output_group_size], as well. Padding is 0.
         """
-        cache = self._checked_cache(query, key, value)
+        cache = self._checked_cache(query, key, value, metadata)
         out_dtype = self._output_dtype(output_scale, output_group_size, output_dtype, query.device)
         if self.calculate_kv_scales:
             self._calculate_scales(query, key, value, metadata)
@@ -243,7 +247,7 @@ class Attention(nn.Module):
                 raise ValueError(f"scales are {list(SCALES)} and kv_scale, got {name!r}")
             buffer = self._buffers[SCALES[name]]
             if buffer is None or buffer.is_meta:
-                raise ValueError(f"{name} cannot be set on the meta device: call to_empty first")
+                raise ValueError(f"{name} cannot be set on the meta device: call to_empty(device=...) first")
             scales[name] = buffer, self._native_scale(name, value)
         for name, (buffer, scale) in scales.items():
             buffer.copy_(scale)
@@ -268,7 +272,10 @@ class Attention(nn.Module):
             current = self._buffers[buffer]
             if current is None or current.is_meta:
                 if device is None:
-                    raise ValueError(f"{name or 'the layer'}: {buffer} is on the meta device: say which device to use")
+                    raise ValueError(
+                        f"{name or 'the layer'}: {buffer.removeprefix('_')} is on the meta device: "
+                        "say where to make it: process_weights_after_loading(..., device=...)"
+                    )
                 self._buffers[buffer] = default.to(device)
             elif buffer not in kept:
                 current.copy_(default)
@@ -314,9 +321,20 @@ class Attention(nn.Module):
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
+        metadata: AttentionMetadata,
     ) -> PagedKVCache:
         if self.kv_cache is None:
             raise RuntimeError("the layer has no cache: call allocate_cache, allocate_static_cache or bind_cache")
+        if not isinstance(metadata, AttentionMetadata):
+            raise TypeError(
+                f"metadata must be an AttentionMetadata, got {type(metadata).__name__}: "
+                "make one with AttentionMetadata.from_lengths"
+            )
+        if metadata.page_size is not None and metadata.page_size != self.kv_cache.page_size:
+            raise ValueError(
+                f"the metadata is for pages of {metadata.page_size} tokens, the layer's cache has pages of "
+                f"{self.kv_cache.page_size}: make it with page_size=attention.kv_cache.page_size"
+            )
         if (key is None) != (value is None):
             raise ValueError("key and value are given together or not at all")
         if query.shape[1:] != (self.num_heads, self.head_dim):
@@ -330,9 +348,15 @@ class Attention(nn.Module):
             raise ValueError(
                 f"backend {self.backend.name} runs on {', '.join(self.backend.devices)}, not {query.device}"
             )
-        for name in SCALES.values():
-            if (device := self._buffers[name].device) != query.device:  # type: ignore[union-attr]
-                raise ValueError(f"{name} is on {device}, the query on {query.device}: move the layer with .to()")
+        for name, buffer in SCALES.items():
+            if (device := self._buffers[buffer].device) != query.device:  # type: ignore[union-attr]
+                advice = "move the layer with .to()" if device.type != "meta" else _FROM_META
+                raise ValueError(f"{name} is on {device}, the query on {query.device}: {advice}")
+        if (device := self.kv_cache.key.device) != query.device:
+            raise ValueError(
+                f"the cache is on {device}, the query on {query.device}: give the layer one there, "
+                "with allocate_cache(..., device=...) or bind_cache"
+            )
         return self.kv_cache
 
     def _output_dtype(

@@ -300,7 +300,8 @@ def choose(name: str, request: Request) -> type[AttentionBackend]:
 
     Where the device is not known yet, "auto" takes only what runs on every one.
 
-    Raises ValueError, with every reason of every backend that was considered, if there is none.
+    Raises ValueError if there is none: with every reason of every backend, or of the one that was named and which
+    others can.
     """
     considered = [backend for backend in BACKENDS if name in ("auto", backend.name)]
     anywhere = name == "auto" and request.device is None
@@ -314,4 +315,7 @@ def choose(name: str, request: Request) -> type[AttentionBackend]:
         if not reasons:
             return TritonOrGather if name == "auto" and backend is Triton else backend
         refusals.append(f"{backend.name}: {'; '.join(reasons)}")
+    others = [repr(b.name) for b in BACKENDS if b.name != name and not b.why_unsupported(request)]
+    if name != "auto" and others:
+        raise ValueError(f"backend {name!r} cannot do this layer: {'; '.join(reasons)}. These can: {', '.join(others)}")
     raise ValueError("no attention backend can do this layer:\n  " + "\n  ".join(refusals))

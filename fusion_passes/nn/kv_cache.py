@@ -23,10 +23,11 @@ class AttentionMetadata:
     query_start: int32 [seqs + 1], from 0: the new tokens of sequence s are query_start[s] to query_start[s + 1] - 1.
     seq_lens: int32 [seqs], cached and new tokens together; 0 for a sequence that only pads the batch.
     block_table: int32 [seqs, max_pages], the pages of each sequence.
-    slot_mapping: int64 [tokens], where the key and value of each new token go, ``page * page_size + offset``; negative
-    for a token that only pads the batch.
+    slot_mapping: int64 or int32 [tokens], where the key and value of each new token go, ``page * page_size + offset``;
+    negative for a token that only pads the batch.
     max_query_len: no sequence has more new tokens; part of the compiled graph, so give 1 for batches that only decode
     and leave out the rest.
+    page_size: of the cache that slot_mapping is for, so that ``Attention`` can tell another one; None: it trusts you.
 
     Registered as a pytree of its tensors.
     """
@@ -36,6 +37,7 @@ class AttentionMetadata:
     block_table: Tensor
     slot_mapping: Tensor
     max_query_len: int | None = None
+    page_size: int | None = None
 
     @classmethod
     def from_lengths(
@@ -52,10 +54,14 @@ class AttentionMetadata:
         block_table, so on a GPU the host waits for it.
 
         query_lens: new tokens of each sequence. seq_lens: with them. Sequences that block_table has beyond these pad
-        the batch, and so do tokens beyond the sum of query_lens.
+        the batch, and so do tokens beyond the sum of query_lens. page_size: the cache's.
 
-        Raises ValueError if there are more sequences or tokens than room, or the lengths contradict each other.
+        Raises TypeError if block_table is no int32 tensor, ValueError if there are more sequences or tokens than room,
+        or the lengths contradict each other.
         """
+        _validate_table(block_table)
+        if page_size < 1:
+            raise ValueError(f"page_size must be positive, the cache's, got {page_size}")
         seqs, total = block_table.shape[0], sum(query_lens)
         tokens = total if tokens is None else tokens
         if len(query_lens) != len(seq_lens) or len(seq_lens) > seqs or total > tokens:
@@ -88,6 +94,7 @@ class AttentionMetadata:
             block_table=block_table,
             slot_mapping=slots.to(device),
             max_query_len=max_query_len,
+            page_size=page_size,
         )
 
     @property
@@ -97,20 +104,33 @@ class AttentionMetadata:
         return token < self.query_start[-1]
 
 
-_TENSORS = tuple(field.name for field in fields(AttentionMetadata) if field.name != "max_query_len")
+def _validate_table(block_table: object) -> None:
+    if not isinstance(block_table, Tensor):
+        raise TypeError(
+            f"block_table must be a tensor, int32 [seqs, max_pages], got {type(block_table).__name__}: "
+            "make one with torch.tensor(..., dtype=torch.int32, device=...)"
+        )
+    if block_table.dtype is not torch.int32:
+        raise TypeError(f"block_table must be int32, got {block_table.dtype}: convert it with .int()")
+    if block_table.ndim != 2:
+        raise ValueError(f"block_table must be [seqs, max_pages], got {list(block_table.shape)}")
 
 
-def _flatten(metadata: AttentionMetadata) -> tuple[list[Tensor], int | None]:
-    return [getattr(metadata, name) for name in _TENSORS], metadata.max_query_len
+_CONSTANTS = ("max_query_len", "page_size")
+_TENSORS = tuple(field.name for field in fields(AttentionMetadata) if field.name not in _CONSTANTS)
 
 
-def _flatten_with_keys(metadata: AttentionMetadata) -> tuple[list[tuple[Any, Tensor]], int | None]:
-    tensors, context = _flatten(metadata)
-    return [(pytree.GetAttrKey(name), x) for name, x in zip(_TENSORS, tensors, strict=True)], context
+def _flatten(metadata: AttentionMetadata) -> tuple[list[Tensor], tuple[Any, ...]]:
+    return [getattr(metadata, name) for name in _TENSORS], tuple(getattr(metadata, name) for name in _CONSTANTS)
 
 
-def _unflatten(tensors: Any, max_query_len: int | None) -> AttentionMetadata:
-    return AttentionMetadata(**dict(zip(_TENSORS, tensors, strict=True)), max_query_len=max_query_len)
+def _flatten_with_keys(metadata: AttentionMetadata) -> tuple[list[tuple[Any, Tensor]], tuple[Any, ...]]:
+    tensors, constants = _flatten(metadata)
+    return [(pytree.GetAttrKey(name), x) for name, x in zip(_TENSORS, tensors, strict=True)], constants
+
+
+def _unflatten(tensors: Any, constants: Any) -> AttentionMetadata:
+    return AttentionMetadata(**dict(zip((*_TENSORS, *_CONSTANTS), (*tensors, *constants), strict=True)))
 
 
 pytree.register_pytree_node(
@@ -118,6 +138,8 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="fusion_passes.nn.AttentionMetadata",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_with_keys,
 )
 

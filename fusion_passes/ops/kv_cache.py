@@ -47,9 +47,10 @@ def validate_devices(device: torch.device, **tensors: Tensor | None) -> None:
     """Raise ValueError for the first tensor that is on another device."""
     for name, x in tensors.items():
         if x is not None and x.device != device:
+            stays = name in ("sinks", "cos", "sin") or name.endswith("_scale")
+            advice = "move it there once, for instance by making it a buffer of the module"
             raise ValueError(
-                f"{name} is on {x.device}, the rest on {device}: move it there once, for instance by making it a "
-                "buffer of the module"
+                f"{name} is on {x.device}, the rest on {device}: {advice if stays else f'make it on {device}'}"
             )
 
 
@@ -64,10 +65,14 @@ def validate_scales(**scales: Tensor | None) -> None:
             raise ValueError(f"{name} must hold one element (per-tensor quantisation), got {list(scale.shape)}")
 
 
-def check_slots(slot_mapping: Tensor, slots: int) -> None:
+def check_slots(slot_mapping: Tensor, pages: int, page_size: int) -> None:
     """Raise IndexError if a slot lies outside the cache. Waits for the device."""
-    if slot_mapping.numel() and (last := int(slot_mapping.max())) >= slots:
-        raise IndexError(f"slot_mapping names slot {last}, the cache has {slots}")
+    if slot_mapping.numel() and (last := int(slot_mapping.max())) >= pages * page_size:
+        raise IndexError(
+            f"slot_mapping names slot {last}, the cache has {pages * page_size}: that is on page "
+            f"{last // max(page_size, 1)} of a cache with {pages}. If the slots were made from a block "
+            "table, it names that page"
+        )
 
 
 def check_batch(

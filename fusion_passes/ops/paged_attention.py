@@ -178,7 +178,7 @@ def _validate_batch(
         )
     for name, x, ndim in (("block_table", block_table, 2), ("query_start", query_start, 1), ("seq_lens", seq_lens, 1)):
         if x.dtype is not torch.int32:
-            raise TypeError(f"{name} must be int32, got {x.dtype}")
+            raise TypeError(f"{name} must be int32, got {x.dtype}: convert it with .int()")
         if x.ndim != ndim:
             raise ValueError(f"{name} must have {ndim} dimension{'s' * (ndim > 1)}, got {list(x.shape)}")
     seqs = seq_lens.shape[0]

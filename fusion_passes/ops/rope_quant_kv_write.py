@@ -102,7 +102,7 @@ class RopeQuantKVWriteArguments:
 
     def check_values(self) -> None:
         """Raise IndexError for a slot outside of the cache or a position outside of the table. Waits for the device."""
-        kv_cache.check_slots(self.slot_mapping, self.key_cache.shape[0] * self.key_cache.shape[2])
+        kv_cache.check_slots(self.slot_mapping, self.key_cache.shape[0], self.key_cache.shape[2])
         if self.positions is None or not self.positions.numel():
             return
         first, last, rows = int(self.positions.min()), int(self.positions.max()), self.cos.shape[0]
@@ -204,7 +204,8 @@ def rope_quant_kv_write(
     q_scale: fp32, one element; the query is ``saturate(query / (q_scale * q_scale_factor))``, or times that if
     q_scale_inverse.  dtype: of the query that is returned; None: the cache's with a q_scale, else its own.
 
-    Returns [tokens, heads, head_dim], contiguous.  NaN stays NaN; what is too large for FP8 saturates.
+    Returns [tokens, heads, head_dim], contiguous.  NaN stays NaN; what is too large for FP8 saturates.  On a GPU codes,
+    the query's too, may be one step from the CPU's and plain torch's, as in ``kv_cache_write``.
 
     Raises ValueError or TypeError for arguments without a meaning.  A slot or position outside of its tensor is an
     IndexError on the CPU, and on a GPU with FUSION_PASSES_CHECK=1; otherwise the token is not written, and the position

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusion_passes.nn import Attention, AttentionMetadata
+from fusion_passes.nn import Attention, AttentionMetadata, process_weights_after_loading
 
 BF16 = torch.bfloat16
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -43,7 +43,10 @@ def ints(*values, dtype=torch.int32):
 
 
 VALUES = {
-    "slot outside the cache": ({"slot_mapping": ints(0, 1, 2, 64, 4, 5, 6, dtype=torch.int64)}, "names slot 64, the c"),
+    "slot outside the cache": (
+        {"slot_mapping": ints(0, 1, 2, 64, 4, 5, 6, dtype=torch.int64)},
+        "names slot 64, the cache has 64: that is on page 4 of a cache with 4. If the slots were",
+    ),
     "block table too short": (
         {"block_table": ints([3], [2])},
         "block_table is too short: 1 pages of 16 tokens hold 16",
@@ -61,7 +64,7 @@ VALUES = {
     "pages beyond all": ({"block_table": ints([2**31 - 1, 1], [-(2**31), 0])}, "block_table[0, 0] is 2147483647"),
     "slots beyond all": (
         {"slot_mapping": ints(0, 1, -(2**63), 2**63 - 1, 4, 5, 6, dtype=torch.int64)},
-        "names slot 9223372036854775807, the c",
+        "names slot 9223372036854775807, the cache has 64",
     ),
     "starts beyond the tokens": ({"query_start": ints(0, 5, 9)}, "query_start must rise from 0 to at most the 7"),
     "more new tokens than tokens": ({"seq_lens": ints(20, 1)}, "no sequence is shorter than its queries"),
@@ -123,8 +126,96 @@ def test_a_scale_on_another_device(name, device):
             options["output_scale"] = torch.tensor(0.01, device=elsewhere)
         else:
             setattr(attention, name, getattr(attention, name).to(elsewhere))
-        with pytest.raises(ValueError, match=f"{name} is on {elsewhere}"):
+        with pytest.raises(ValueError, match=f"^{name.removeprefix('_')} is on {elsewhere}") as error:
             attention(*inputs, **options)
+        if name == "output_scale":
+            assert "making it a buffer" in str(error.value)
+        elif elsewhere == "meta":
+            assert "to_empty(device=" in str(error.value)
+            assert "process_weights_after_loading(model, device=" in str(error.value)
+        else:
+            assert "move the layer with .to()" in str(error.value)
+
+
+@pytest.mark.parametrize("way", ["to_empty", "assign"])
+def test_the_way_out_of_meta(way):
+    """What the error says is what helps."""
+    attention = Attention(4, 2, 64, kv_cache_dtype="fp8_e4m3", block_size=16, dtype=BF16, device="meta")
+    attention.allocate_cache(4)
+    _, inputs = call("cpu")
+    with pytest.raises(ValueError, match="q_scale is on meta, the query on cpu"):
+        attention(*inputs)
+    scales = {"q_scale": torch.tensor(0.031), "k_scale": torch.tensor(0.017), "v_scale": torch.tensor(0.0071)}
+    if way == "to_empty":
+        attention.to_empty(device="cpu").load_state_dict(scales)
+    else:
+        attention.load_state_dict(scales, assign=True)
+        process_weights_after_loading(attention, device="cpu")
+        with pytest.raises(ValueError, match="the cache is on meta, the query on cpu: give the layer one there"):
+            attention(*inputs)
+        attention.allocate_cache(4, device="cpu")
+    attention.process_weights_after_loading()
+    assert torch.equal(attention(*inputs), call("cpu")[0](*inputs))
+
+
+# Pages of another size
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+@torch.no_grad()
+def test_metadata_for_pages_of_another_size(static, compiled, device):
+    """Without an error it would be wrong numbers: the slots of another cache."""
+    attention, (*qkv, metadata) = call(device)
+    table, right, wrong = metadata.block_table, 16, 32
+    if static:
+        table, right, wrong = attention.allocate_static_cache(2, 200).block_table, 256, 200
+    run = torch.compile(attention, fullgraph=True, backend="eager") if compiled else attention
+    message = (
+        f"the metadata is for pages of {wrong} tokens, the layer's cache has pages of {right}: make it with page_size"
+    )
+    other = AttentionMetadata.from_lengths([5, 2], [20, 2], table, wrong)
+    for inputs in ((*qkv, other), (qkv[0], None, None, other)):
+        with pytest.raises(torch._dynamo.exc.Unsupported if compiled else ValueError) as error:
+            run(*inputs)
+        assert message in str(error.value)
+    expected = attention(*qkv, AttentionMetadata.from_lengths([5, 2], [20, 2], table, right))
+    for page_size in (right, None):
+        fitting = dataclasses.replace(
+            AttentionMetadata.from_lengths([5, 2], [20, 2], table, right), page_size=page_size
+        )
+        assert torch.equal(run(*qkv, fitting), expected)
+
+
+@pytest.mark.parametrize(
+    ("table", "page_size", "error", "message"),
+    [
+        (torch.zeros(2, 2, dtype=torch.int64), 16, TypeError, "must be int32, got torch.int64: convert it with .int()"),
+        ([[3, 1], [2, 0]], 16, TypeError, "must be a tensor, int32 [seqs, max_pages], got list: make one with torch"),
+        (torch.zeros(2, dtype=torch.int32), 16, ValueError, "block_table must be [seqs, max_pages], got [2]"),
+        (torch.zeros(2, 2, dtype=torch.int32), 0, ValueError, "page_size must be positive, the cache's, got 0"),
+    ],
+    ids=["int64", "list", "one row", "no page"],
+)
+def test_tables_that_are_none(table, page_size, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        AttentionMetadata.from_lengths([1, 1], [2, 2], table, page_size)
+
+
+def test_a_page_that_does_not_exist_is_told_from_a_slot():
+    """The write comes first, and sees only slots."""
+    attention, (*qkv, metadata) = call("cpu")
+    table = metadata.block_table.clone()
+    table[0, 1] = 9
+    with pytest.raises(IndexError, match=r"names slot 147, the cache has 64: that is on page 9 of a cache with 4\. If"):
+        attention(*qkv, AttentionMetadata.from_lengths([5, 2], [20, 2], table, 16))
+
+
+@pytest.mark.parametrize("metadata", [None, {"seq_lens": 3}], ids=str)
+def test_metadata_that_is_none(metadata):
+    attention, (*qkv, _) = call("cpu")
+    with pytest.raises(TypeError, match=r"metadata must be an AttentionMetadata, got (NoneType|dict)"):
+        attention(*qkv, metadata)
 
 
 @pytest.mark.parametrize(
@@ -179,14 +270,24 @@ def test_scales_that_mean_nothing(value):
 @pytest.mark.parametrize(
     ("field", "change", "error", "message"),
     [
-        ("block_table", lambda x: x.long(), TypeError, "block_table must be int32, got torch.int64"),
+        ("block_table", lambda x: x.long(), TypeError, "block_table must be int32, got torch.int64: convert it w"),
         ("seq_lens", lambda x: x.float(), TypeError, "seq_lens must be int32, got torch.float32"),
         ("seq_lens", lambda x: x[:1], ValueError, "seq_lens has 1 sequences"),
         ("query_start", lambda x: x[:2], ValueError, "query_start one element more"),
         ("slot_mapping", lambda x: x[:3], ValueError, "slot_mapping"),
         ("slot_mapping", lambda x: x.float(), TypeError, "slot_mapping must be"),
-        ("block_table", lambda x: x.to("meta"), ValueError, "block_table is on meta"),
-        ("slot_mapping", lambda x: x.to("meta"), ValueError, "slot_mapping is on meta"),
+        (
+            "block_table",
+            lambda x: x.to("meta"),
+            ValueError,
+            "block_table is on meta, the rest on [^:]*(:0)?: make it on ",
+        ),
+        (
+            "slot_mapping",
+            lambda x: x.to("meta"),
+            ValueError,
+            "slot_mapping is on meta, the rest on [^:]*(:0)?: make it on ",
+        ),
     ],
 )
 def test_shapes_dtypes_and_devices_of_the_metadata(field, change, error, message, device):
@@ -200,10 +301,19 @@ def test_shapes_dtypes_and_devices_of_the_metadata(field, change, error, message
     [
         ({"num_heads": 5}, "num_heads must be a multiple of num_kv_heads"),
         ({"num_kv_heads": 0}, "all sizes positive"),
-        ({"backend": "flex"}, "flex: cache dtype torch.float8_e4m3fn is not among torch.bfloat16, torch.float16"),
-        ({"backend": "flex", "kv_cache_dtype": "fp8_e5m2"}, "flex: cache dtype torch.float8_e5m2 is not among"),
-        ({"backend": "triton", "dtype": torch.float32}, "triton: dtype torch.float32 is not among"),
-        ({"backend": "triton", "head_dim": 80}, "triton: head size 80 is not among 16, 32, 64, 128, 256"),
+        (
+            {"backend": "flex"},
+            "backend 'flex' cannot do this layer: cache dtype torch.float8_e4m3fn is not among torch.bfloat16",
+        ),
+        (
+            {"backend": "flex", "kv_cache_dtype": "fp8_e5m2"},
+            "torch.bfloat16, torch.float16. These can: 'triton', 'sdpa'",
+        ),
+        (
+            {"backend": "triton", "dtype": torch.float32},
+            "'triton' cannot do this layer: dtype torch.float32 is not among",
+        ),
+        ({"backend": "triton", "head_dim": 80}, "head size 80 is not among 16, 32, 64, 128, 256. These can: 'sdpa'"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of"),
         ({"kv_cache_dtype": "auto", "quantize_query": True}, "need an FP8 cache"),
         ({"kv_cache_dtype": "auto", "quantize_probs": True}, "need an FP8 cache"),

@@ -465,7 +465,9 @@ def test_the_page_runs(monkeypatch):
             exec(snippet, names)
             shapes.append(tuple(names["out"].shape))
             assert names["out"].isfinite().all()
-    assert shapes == [(8, 32, 128)] * 3
+    assert shapes == [(8, 32, 128)] * 4
+    assert names["attention"].backend.name == "one_by_one"
+    assert (names["codes"].shape, names["scales"].shape) == ((8, 4096), (8, 1))
     assert isinstance(names["cache"], StaticKVCache)
 
 
@@ -474,14 +476,15 @@ def test_the_page_runs(monkeypatch):
 
 def test_the_backend_of_the_page(monkeypatch):
     monkeypatch.setattr(backends, "BACKENDS", backends.BACKENDS)
-    exec(snippets()[-1], {})
+    exec(next(snippet for snippet in snippets() if "BACKENDS" in snippet), {})
     attention = Attention(4, 2, 32, backend="one_by_one", block_size=16, dtype=BF16)
     attention.allocate_cache(4)
     _, inputs = batch("auto")
     expected = Attention(4, 2, 32, backend="sdpa", block_size=16, dtype=BF16)
     expected.allocate_cache(4)
     torch.testing.assert_close(attention(*inputs), expected(*inputs), rtol=0.02, atol=1e-3)
-    with pytest.raises(ValueError, match="one_by_one: it has no sinks"):
+    message = r"backend 'one_by_one' cannot do this layer: it has no sinks\. These can: 'triton', 'flex', 'sdpa'$"
+    with pytest.raises(ValueError, match=message):
         Attention(4, 2, 32, backend="one_by_one", sinks=True, dtype=BF16)
 
 
