@@ -185,6 +185,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="list the kernels too")
     parser.add_argument("--record", type=Path, metavar="DIR", help="write the figures as JSON into DIR")
     arguments = parser.parse_args()
+    common.needs_a_card(parser)
     if BASELINE not in arguments.variants:
         parser.error(f"ratios are to {BASELINE!r}: name it among the variants")
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ from serving import Request, Runner, Scheduler
 
 import fusion_passes
 from fusion_passes import PassConfig, Report
-from fusion_passes.models.checkpoint import Checkpoint, load_folder
+from fusion_passes.models.checkpoint import Checkpoint, config_from_hugging_face, load_folder
 from fusion_passes.models.llama import PRESETS
 from fusion_passes.models.paged_llama import PagedLlama, randomize
 
@@ -99,6 +99,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("requests", "new_tokens", "batch", "budget", "context", "pages", "page_size", "arrive_every"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a CUDA card, and torch sees none here: leave it out to run on the CPU")
     if options.model is not None and not options.model.is_dir():
         parser.error(f"--model {options.model} is not a folder")
     if options.budget < options.batch:
@@ -108,7 +110,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def load(options: argparse.Namespace, calibration: list[int]) -> tuple[PagedLlama, list[int]]:
+def check_vocabulary(folder: Path, tokenizer: Bytes | Tokenizer, tokens: Iterable[int], vocab: int) -> None:
+    """Raise ValueError where the model has no embedding for a token."""
+    if isinstance(tokenizer, Bytes) and vocab < 256:
+        raise ValueError(
+            f"bytes as tokens need a vocabulary of 256, the model in {folder} has {vocab}: it needs its tokenizer.json "
+            "there, and the package tokenizers"
+        )
+    if (highest := max(tokens, default=0)) >= vocab:
+        raise ValueError(
+            f"{folder / 'tokenizer.json'} gives token {highest}, the model's vocabulary is {vocab}: "
+            "it is the tokenizer of another model"
+        )
+
+
+def load(options: argparse.Namespace, tokenizer: Bytes | Tokenizer) -> tuple[PagedLlama, list[int]]:
     """The model, and the tokens that end an output."""
     made: dict[str, Any] = dict(kv_cache_dtype=options.kv_cache_dtype, block_size=options.page_size)
     made["device"] = options.device
@@ -118,7 +134,11 @@ def load(options: argparse.Namespace, calibration: list[int]) -> tuple[PagedLlam
         return model, []
     checkpoint = Checkpoint(options.model)
     stop = checkpoint.config.get("eos_token_id")  # a number, a list or nothing
-    model = load_folder(checkpoint, torch.tensor(calibration), **made)
+    calibration = tokenizer.encode(TEXT.read_text())
+    given = [token for text in options.prompt or [] for token in tokenizer.encode(text)]
+    vocab = config_from_hugging_face(checkpoint.config).vocab
+    check_vocabulary(options.model, tokenizer, calibration + given, vocab)
+    model = load_folder(checkpoint, torch.tensor(calibration), tell=print, **made)
     return model, stop if isinstance(stop, list) else [] if stop is None else [stop]
 
 
@@ -179,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     tokenizer = tokenizer_of(options.model)
     started = time.perf_counter()
-    model, stop = load(options, tokenizer.encode(TEXT.read_text()))
+    model, stop = load(options, tokenizer)
     context = min(options.context, model.config.context)
     requests = [Request(prompt, options.new_tokens) for prompt in prompts(options, tokenizer.encode)]
     pages = -(-context // options.page_size) * options.batch if options.pages is None else options.pages
@@ -212,7 +232,8 @@ def main(argv: list[str] | None = None) -> None:
     started = time.perf_counter()
     for size in runner.sizes():
         runner.warm_up(size)
-    print(f"{len(runner.sizes())} sizes of steps compiled in {time.perf_counter() - started:.1f} s")
+    done = "run once" if options.eager else "compiled"
+    print(f"{len(runner.sizes())} sizes of steps {done} in {time.perf_counter() - started:.1f} s")
 
     progress = Progress(sum(len(r.prompt) + r.new_tokens for r in requests), "generating")
     steps = []

@@ -92,7 +92,7 @@ class PassConfig:
         known = {f.name for f in dataclasses.fields(cls)}
         for name in settings:
             if name not in known:
-                raise ValueError(_unknown("setting of PassConfig", name, known))
+                raise ValueError(unknown("setting of PassConfig", name, known))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -127,8 +127,8 @@ class PassConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """From FUSION_PASSES_LEVEL, FUSION_PASSES_ATTENTION_QUANT, FUSION_PASSES_PROFITABILITY, FUSION_PASSES_DEBUG.
-        Raises ValueError on an unknown FUSION_PASSES_ variable."""
+        """From FUSION_PASSES_LEVEL, FUSION_PASSES_ATTENTION_QUANT and so on, and FUSION_PASSES_DEBUG: the table is in
+        docs/fusions.md.  Raises ValueError on an unknown FUSION_PASSES_ variable."""
         environ = os.environ if environ is None else environ
         fields = {f.name: f.name for f in dataclasses.fields(cls) if f.name not in ("extra_fusions", "debug_dir")}
         variables = {ENV_PREFIX + name.upper(): name for name in fields} | {DEBUG_VARIABLE: "debug_dir"}
@@ -136,7 +136,7 @@ class PassConfig:
         for variable, text in environ.items():
             if variable.startswith(ENV_PREFIX) and variable not in OTHER_VARIABLES:
                 if variable not in variables:
-                    raise ValueError(_unknown("environment variable", variable, set(variables)))
+                    raise ValueError(unknown("environment variable", variable, variables.keys() | OTHER_VARIABLES))
                 if text:
                     settings[variables[variable]] = text
         try:
@@ -203,16 +203,20 @@ def _parse(name: str, kind: type[Any], value: object) -> Any:
 
 def _parse_bool(name: str, value: object) -> bool:
     """As `_parse` does for a switch that cannot be required."""
-    switch = _parse(name, Switch, value)
-    if switch is Switch.REQUIRED:
+    state = value.lower() if isinstance(value, str) else value
+    if not isinstance(state, (bool, str)) or state not in (True, False, "on", "off"):
         raise ValueError(f"{name}={value!r}: must be one of on, off")
-    return switch is Switch.ON
+    return state in (True, "on")
 
 
 def _parse_custom_ops(given: object) -> tuple[tuple[str, bool], ...]:
     """Sorted pairs, from a mapping, pairs, or `name=on,name=off`."""
     if isinstance(given, str):
-        given = [part.strip().partition("=")[::2] for part in given.split(",") if part.strip()]
+        parts = [part.strip() for part in given.split(",") if part.strip()]
+        for part in parts:
+            if "=" not in part:
+                raise ValueError(f"custom_ops={given!r}: must be name=on or name=off, separated by commas: {part}=on")
+        given = [part.partition("=")[::2] for part in parts]
     pairs = given.items() if isinstance(given, Mapping) else given
     try:
         states = {str(name): state for name, state in pairs}  # type: ignore[attr-defined]
@@ -220,12 +224,13 @@ def _parse_custom_ops(given: object) -> tuple[tuple[str, bool], ...]:
         raise ValueError(f"custom_ops={given!r}: must be a mapping such as {{'quant_fp8': True}}") from None
     for name, state in states.items():
         if name not in custom_ops.NAMES:
-            raise ValueError(_unknown("name in custom_ops", name, set(custom_ops.NAMES)))
+            raise ValueError(unknown("name in custom_ops", name, set(custom_ops.NAMES)))
         states[name] = _parse_bool(f"custom_ops[{name!r}]", state)
     return tuple(sorted(states.items()))
 
 
-def _unknown(what: str, name: str, known: set[str]) -> str:
+def unknown(what: str, name: str, known: set[str]) -> str:
+    """The sentence for a name that is not among the known ones, with the nearest of them."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     return f"unknown {what} {name!r}{hint}; known: {', '.join(sorted(known))}"

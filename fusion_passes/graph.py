@@ -8,6 +8,7 @@ arguments of a `reshape` (they go symbolic when a dimension does).  Every questi
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -54,7 +55,9 @@ _OWN_LAYERS = tuple(f"{Path(__file__).parent}/{name}" for name in ("nn/", "ops/"
 
 
 def target_name(node: Node) -> str:
-    """What `node` calls, for a sentence."""
+    """What `node` calls, for a sentence; of a call with several results, which one."""
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        return f"{target_name(node.args[0])}[{node.args[1]}]"
     return str(node.target) if node.op == "call_function" else node.op
 
 

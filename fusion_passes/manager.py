@@ -49,6 +49,7 @@ class PostGradPassManager(inductor.CustomGraphPass):
         self.config = config
         self.report = Report() if report is None else report
         self.report.on_read(compiled.collect)
+        self.report.knows(rule.name for rule in config.extra_fusions)
         self.rules: tuple[Rule[Any], ...] = tuple(
             rule for rule in (*config.extra_fusions, *FUSIONS) if config.switch(rule) is not Switch.OFF
         )
@@ -163,10 +164,10 @@ class PostGradPassManager(inductor.CustomGraphPass):
                 misses += (miss for miss in rule.explain(idioms) if miss.node not in places)
             except Exception as error:
                 log.warning("%s cannot explain itself: %s", rule.name, _sentence(error))
-        if any(all(site.rule != rule.name for site in sites) for rule in self.rules):
-            misses += idioms.near_misses
-        else:
-            misses += (miss for miss in idioms.near_misses if miss.what in {rule.anchor for rule in self.rules})
+        told = {miss.told for miss in misses}
+        idle = any(all(site.rule != rule.name for site in sites) for rule in self.rules)
+        anchors = {rule.anchor for rule in self.rules}
+        misses += (m for m in idioms.near_misses if m.node not in told and (idle or m.what in anchors))
         return tuple(Miss(miss.what, miss.reason, place(miss.node)) for miss in misses)
 
     def _judge(self, sites: list[Site], misses: tuple[Miss, ...]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusion_passes.config import SWITCHES, unknown
 from fusion_passes.rule import MatchStatus
 
 
@@ -91,6 +92,7 @@ class Report:
     def __init__(self) -> None:
         self._graphs: list[GraphReport] = []
         self._collect: Callable[[], None] = lambda: None
+        self._rules = set(SWITCHES)
 
     def add(self, graph: GraphReport) -> None:
         """Take in what happened to one graph."""
@@ -99,6 +101,10 @@ class Report:
     def on_read(self, collect: Callable[[], None]) -> None:
         """Call `collect` before the report is read: graphs that came from the cache are found late."""
         self._collect = collect
+
+    def knows(self, rules: Iterable[str]) -> None:
+        """These are names of fusions too: of rules that are not built in."""
+        self._rules |= set(rules)
 
     @property
     def graphs(self) -> tuple[GraphReport, ...]:
@@ -131,7 +137,9 @@ class Report:
         return "\n  ".join(self.declined(rule)) or "no compiled graph has a place for it"
 
     def require(self, rule: str) -> None:
-        """Raise RequiredFusionError if this rule was applied nowhere."""
+        """Raise RequiredFusionError if this rule was applied nowhere, ValueError if there is none of this name."""
+        if rule not in self._rules:
+            raise ValueError(unknown("fusion", rule, self._rules))
         if self.count(rule=rule) == 0:
             raise RequiredFusionError(f"{rule} is required and was applied nowhere:\n  {self.why_not(rule)}")
 

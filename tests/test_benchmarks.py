@@ -129,7 +129,7 @@ def test_decode_says_which_targets_were_missed(load, monkeypatch, capsys):
 
 
 @cpu_only
-@pytest.mark.parametrize("name", ["attention_quant", "kv_attention"])
+@pytest.mark.parametrize("name", ["attention_quant", "decode", "kv_attention"])
 def test_without_a_card_a_sentence(name):
     done = subprocess.run([sys.executable, FOLDER / f"{name}.py"], capture_output=True, text=True, cwd=FOLDER.parent)
     assert done.returncode == 2

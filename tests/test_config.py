@@ -57,12 +57,14 @@ def test_values_are_parsed(given, field, parsed):
         ({"level": "O3"}, "must be one of O0, O1, O2"),
         ({"attention_quant": "maybe"}, "must be one of on, off, required"),
         ({"profitability": 1}, "must be one of measured, ignore"),
-        ({"in_place_writes": "required"}, "must be one of on, off"),
+        ({"in_place_writes": "required"}, "must be one of on, off$"),
+        ({"in_place_writes": "maybe"}, "must be one of on, off$"),
+        ({"in_place_writes": 2}, "must be one of on, off$"),
         ({"custom_ops": {"quant_fp": True}}, r"unknown name in custom_ops 'quant_fp' \(did you mean 'quant_fp8'\?\)"),
-        ({"custom_ops": {"quant_fp8": "maybe"}}, "must be one of on, off"),
+        ({"custom_ops": {"quant_fp8": "maybe"}}, "must be one of on, off$"),
         ({"custom_ops": {"quant_fp8": "required"}}, "must be one of on, off"),
         ({"custom_ops": 3}, "must be a mapping such as"),
-        ({"custom_ops": "quant_fp8"}, "must be one of on, off"),
+        ({"custom_ops": "quant_fp8"}, "must be name=on or name=off, separated by commas: quant_fp8=on"),
         ({"extra_fusions": (Nothing,)}, "did you forget to instantiate the class"),
         ({"extra_fusions": (Nothing(), Nothing())}, "two fusions are called 'nothing'"),
     ],
@@ -126,6 +128,8 @@ def test_environment(tmp_path):
     assert PassConfig.from_env({"FUSION_PASSES_CHECK": "1"}) == PassConfig(debug_dir=None)
     with pytest.raises(ValueError, match="did you mean 'FUSION_PASSES_LEVEL'"):
         PassConfig.from_env({"FUSION_PASSES_LEVELS": "O0"})
+    with pytest.raises(ValueError, match=r"did you mean 'FUSION_PASSES_CHECK'\?.*known: .*FUSION_PASSES_CHECK, "):
+        PassConfig.from_env({"FUSION_PASSES_CHECKS": "1"})
 
 
 def test_the_debug_variable_works_with_an_explicit_config(monkeypatch, tmp_path):

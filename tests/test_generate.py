@@ -208,6 +208,7 @@ def test_generates_without_arguments(generate, capsys, monkeypatch):
     generate.main(["--eager", "--requests", "3", "--new-tokens", "5"])
     out = capsys.readouterr().out
     assert "15 tokens for 3 requests" in out
+    assert "sizes of steps run once in" in out
     assert "steps with prompts" in out
 
 
@@ -230,9 +231,11 @@ def test_errors_say_what_to_do(generate, argv, sentence, monkeypatch):
         (["--model", "/nowhere"], "--model /nowhere is not a folder"),
         (["--pages", "0"], "--pages must be at least 1"),
         (["--budget", "2", "--batch", "3"], "each request needs a token a step"),
+        (["--device", "cuda"], "--device cuda needs a CUDA card, and torch sees none here"),
     ],
 )
-def test_arguments_without_a_meaning(generate, argv, sentence, capsys):
+def test_arguments_without_a_meaning(generate, argv, sentence, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         generate.arguments(argv)
     assert sentence in capsys.readouterr().err
@@ -271,8 +274,19 @@ def test_generates_from_a_saved_model(generate, saved, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "' Four score and seven' -> '" in out
     assert "4 tokens for 1 request in" in out
+    assert "weights of 4 products quantised to FP8 at load; scales chosen on the calibration text: the input of" in out
     (saved / "tokenizer.json").unlink()
     generate.main(argv)
     out = capsys.readouterr().out
     assert "the model gets bytes as tokens" in out
     assert "'Four score and seven' -> '" in out
+    settings = saved / "config.json"
+    settings.write_text(settings.read_text().replace('"vocab_size": 300', '"vocab_size": 200'))
+    with pytest.raises(ValueError, match=r"bytes as tokens need a vocabulary of 256, the model in .* has 200"):
+        generate.main(argv)
+
+
+def test_a_tokenizer_of_another_model_is_an_error(generate):
+    with pytest.raises(ValueError, match="gives token 300, the model's vocabulary is 300: it is the tokenizer of"):
+        generate.check_vocabulary(Path("model"), None, [2, 300], 300)
+    generate.check_vocabulary(Path("model"), generate.Bytes(), [2, 255], 256)

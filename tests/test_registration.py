@@ -8,7 +8,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import fusion_passes
-from fusion_passes import PassConfig, Report, RequiredFusionError
+from fusion_passes import PassConfig, PostGradPassManager, Report, RequiredFusionError, TracedRule
 from fusion_passes.inductor import HOOK, PassChain, hook_value, passes_in
 from tests.traced_rules import CALLS, relu_squared_rule, unfused
 
@@ -196,6 +196,20 @@ def test_report_before_the_first_call_says_so():
     report = Report()
     fusion_passes.compile(unfused, CONFIG, report=report)
     assert "no graph was compiled with the passes" in str(report)
+
+
+def test_a_misspelt_fusion_is_no_missing_one():
+    report = Report()
+    with pytest.raises(ValueError, match=r"unknown fusion 'attention_quants' \(did you mean 'attention_quant'\?\)"):
+        report.require("attention_quants")
+    with pytest.raises(ValueError, match="unknown fusion 'mine'; known: attention_quant, query_quant, rope_quant"):
+        report.require("mine")
+    mine = TracedRule(
+        name="mine", search=lambda x: x.exp(), replace=lambda x: x.sin(), example_inputs=(torch.empty(2),)
+    )
+    PostGradPassManager(PassConfig(extra_fusions=(mine,)), report)
+    with pytest.raises(RequiredFusionError, match="mine is required and was applied nowhere"):
+        report.require("mine")
 
 
 def test_a_torch_that_is_too_old_is_named(monkeypatch):

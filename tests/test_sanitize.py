@@ -26,6 +26,15 @@ def test_logs():
     assert sanitize.failures(f"{BROKEN}\n{summary}") == {
         "tests/kernels/test_a.py::test_c": "AssertionError: assert 1 == 2"
     }
+    dashes = """t.py::test_e[a] FAILED [ 50%]
+t.py::test_e[a - b] FAILED
+t.py::test_e[a - b] - c] ERROR [100%]
+FAILED t.py::test_e[a] - one
+FAILED t.py::test_e[a - b] - two - three
+ERROR t.py::test_e[a - b] - c] - four
+"""
+    reasons = {"t.py::test_e[a]": "one", "t.py::test_e[a - b]": "two - three", "t.py::test_e[a - b] - c]": "four"}
+    assert sanitize.failures(dashes) == reasons
     assert sanitize.errors(CLEAN) == 0
     assert sanitize.errors(BROKEN) == 2
     assert sanitize.errors(BROKEN + "\n========= ERROR SUMMARY: 3 errors\n") == 3
@@ -41,3 +50,13 @@ def test_selection():
     for test in {each.split("[")[0] for each in every}:
         counts = [sum(x.split("[")[0] == test for x in ids) for ids in (every, some)]
         assert counts[1] == min(3, counts[0])
+
+
+def test_what_did_not_run_is_not_clean(capsys):
+    good = {"tests": {"passed": 3, "not_run": 0}, "failures": {}, "memory_errors": 0}
+    assert sanitize.is_clean(good)
+    assert not capsys.readouterr().err
+    for bad in ({"failures": {"t.py::test_a": ""}}, {"memory_errors": None}, {"memory_errors": 2}):
+        assert not sanitize.is_clean(good | bad)
+    assert not sanitize.is_clean(good | {"tests": {"passed": 3, "not_run": 2}})
+    assert "2 of the tests did not run" in capsys.readouterr().err

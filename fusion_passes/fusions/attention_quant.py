@@ -22,11 +22,24 @@ from torch.fx import Node
 
 from fusion_passes.fusions.output_quant import OutputQuantMatch, check_static
 from fusion_passes.fusions.paged_attention_quant import paged, paged_groups
-from fusion_passes.graph import following_views, target_name, through_views, value
+from fusion_passes.graph import (
+    aten,
+    calls,
+    following_views,
+    is_tensor,
+    is_view,
+    outside_users,
+    target_name,
+    through_views,
+    value,
+)
 from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.attention import Attention
+from fusion_passes.idioms.group_quantize import OPAQUE as DYNAMIC
+from fusion_passes.idioms.group_quantize import GroupQuantize
 from fusion_passes.idioms.paged_attention import PagedAttention
 from fusion_passes.idioms.quantize import Quantize
+from fusion_passes.idioms.reading import CASTS, DIVISIONS, MULTIPLICATIONS, is_cast, op_call, op_name
 from fusion_passes.measured.attention_quant import verdict as measured_verdict
 from fusion_passes.ops.attention_quant import (
     LAYOUTS,
@@ -154,7 +167,10 @@ class AttentionQuant(Rule[OutputQuantMatch]):
         yield from paged_groups(idioms)
 
     def legality(self, m: OutputQuantMatch) -> None:
-        """See the kinds of match."""
+        """No one else reads the attention's output; then see the kinds of match."""
+        for node, user in outside_users(m.nodes, m.outputs):
+            reader = "is returned too" if user.op == "output" else f"is also read by {user.name} ({target_name(user)})"
+            m.require(not _is_output(node, m.site), f"the attention's output {reader}: fusing would compute it twice")
         m.check()
 
     def profitability(self, m: OutputQuantMatch) -> None:
@@ -168,19 +184,90 @@ class AttentionQuant(Rule[OutputQuantMatch]):
     def explain(self, idioms: Idioms) -> Iterator[NearMiss]:
         """Where the output of each attention goes instead."""
         for attention in (*idioms.of(Attention), *idioms.of(PagedAttention)):
-            node = attention.output
-            if value(node).dtype in FP8_DTYPES:
+            if value(attention.output).dtype in FP8_DTYPES:
                 continue
-            if behind := following_views(node):
-                node = behind[-1]
-            readers = ", ".join(sorted({target_name(user) for user in node.users})) or "nothing"
-            yield NearMiss(
-                attention.output, self.name, f"the attention's output goes to {readers}, not to a quantisation"
-            )
+            if (miss := _other_quantisation(attention.output, idioms)) is None:
+                goes = f"the attention's output goes to {_readers(attention.output)}"
+                miss = NearMiss(attention.output, self.name, goes)
+            yield miss
 
     def describe(self, m: OutputQuantMatch) -> str:
         """`attention bf16 [1, 32, 8192, 128] x 8 kv heads, causal -> float8_e4m3fn`."""
         return str(m)
+
+
+def _is_output(node: Node, site: Node) -> bool:
+    """True where `node` is the attention's output, behind views and casts."""
+    while node is not site and (is_view(node) or is_cast(node)):
+        node = node.all_input_nodes[0]
+    return node is site
+
+
+STEPS = (
+    CASTS
+    | DIVISIONS
+    | MULTIPLICATIONS
+    | {
+        aten.clamp.default,
+        aten.clamp.Tensor,
+        aten.clamp_min.default,
+        aten.clamp_min.Tensor,
+        aten.clamp_max.default,
+        aten.clamp_max.Tensor,
+        aten.hardtanh.default,
+        aten.maximum.default,
+        aten.minimum.default,
+        aten.round.default,
+    }
+)
+"""What a quantisation consists of, beside views."""
+
+
+def _other_quantisation(output: Node, idioms: Idioms) -> NearMiss | None:
+    """What the fused op does not take of the quantisation that an attention's output reaches; None without one."""
+    what = AttentionQuant.name
+    near = {miss.node: miss for miss in idioms.near_misses if miss.what in ("quantize", "group_quantize")}
+    seen, work = {output}, [output]
+    while work:
+        for user in work.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if (miss := near.get(user)) is not None:
+                reason = f"the attention's output is quantised, but not as the fused op does: {miss.reason}"
+                return NearMiss(output, what, reason, told=user)
+            if (scales := _dynamic_scales(user, idioms)) is not None:
+                reason = f"the attention's output is quantised with {scales}; the fused op takes one static scale"
+                return NearMiss(output, what, reason)
+            if is_tensor(user) and value(user).dtype in (torch.int8, torch.uint8):
+                reason = f"the attention's output is made {dtype_name(value(user).dtype)}; the fused op writes FP8 only"
+                return NearMiss(output, what, reason)
+            if is_tensor(user) and (is_view(user) or calls(user, *STEPS)):
+                work.append(user)
+    return None
+
+
+def _dynamic_scales(node: Node, idioms: Idioms) -> str | None:
+    """The scales of the dynamic quantisation that `node` ends, in words; None where it ends none."""
+    if (found := idioms.at(node, GroupQuantize)) is not None:
+        return f"dynamic per-token or per-group scales, one for each {found.group_size} elements"
+    if (call := op_call(node, among=(DYNAMIC,))) is not None and call.arguments["granularity"] != "group":
+        return f"a dynamic scale per {call.arguments['granularity']}"
+    return None
+
+
+def _readers(node: Node) -> str:
+    """Where the output of an attention goes that reaches no quantisation, behind views and casts."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if not (is_view(user) or calls(user, *CASTS)):
+            break
+        node = user
+    readers = ", ".join(sorted({target_name(user) for user in node.users})) or "nothing"
+    names = [op_name(user) for user in node.users if user.op == "call_function"]
+    if unknown := sorted({name for name in names if not name.startswith(("aten.", "prims.", "fusion_passes."))}):
+        return f"{readers}: the formula of {', '.join(unknown)} is not known"
+    return f"{readers}, not to a quantisation"
 
 
 def _dense(idioms: Idioms) -> Iterator[DenseMatch]:

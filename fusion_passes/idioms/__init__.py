@@ -40,6 +40,8 @@ class NearMiss:
     node: Node
     what: str
     reason: str
+    told: Node | None = None
+    """The node of another near miss, which needs no line of its own: this one's reason says it."""
 
 
 T = TypeVar("T", bound=Idiom)

@@ -84,6 +84,7 @@ class _Math:
             raise Unread(node, "looks like attention, but rows are emptied by something other than the scores")
         if scores is None and _has_softmax_above(node):
             what = "a view that is not read" if is_view(node) else op_name(node)
+            what = "dropout" if _drops_out(node) else what
             raise Unread(node, f"looks like attention, but the softmax passes through {what} ({node.name})")
         return scores
 
@@ -447,6 +448,9 @@ def _leads_to_product(arg: object) -> bool:
     return False
 
 
+_SOFTMAX = (aten._softmax.default, aten._safe_softmax.default, aten.exp.default)
+
+
 def _has_softmax_above(node: Node) -> bool:
     """True for a softmax a few steps above `node`: tells an attention with something extra from any other product."""
     level = [node]
@@ -457,4 +461,16 @@ def _has_softmax_above(node: Node) -> bool:
                 return True
             if calls(x, aten.div.Tensor) and calls(x.args[0], aten.exp.default):
                 return True
+    return False
+
+
+def _drops_out(node: Node) -> bool:
+    """True for random numbers a few steps above `node`, beside its softmax."""
+    level = [node]
+    for _ in range(6):
+        for x in level:
+            tags = getattr(x.target, "tags", ())
+            if torch.Tag.nondeterministic_seeded in tags or schema_name(x) == "prims::inductor_random":
+                return True
+        level = [x for n in level if not calls(n, *_SOFTMAX) for x in n.all_input_nodes]
     return False

@@ -251,9 +251,10 @@ class _Chain:
             raise Unread(node, f"the scale has dtype {dtype_name(seen.dtype)}, not a floating-point one")
         if same_shape(seen.shape, value(node).shape) and same_shape(value(x).shape, value(node).shape):
             return
+        leading = len(seen.shape) - 1
         if len(seen.shape) and same_shape(seen.shape[-1:], [1]):
             kind = "per-token or per-group"
-        elif same_shape(seen.shape, value(x).shape[-1:]):
+        elif same_shape(seen.shape, [1] * leading + [value(x).shape[-1]]):
             kind = "per-channel"
         else:
             kind = "per-group"

@@ -5,7 +5,7 @@ safetensors is imported where a file is read: `pip install fusion_passes[example
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +121,18 @@ def config_from_hugging_face(settings: Mapping[str, Any]) -> Config:
 
 
 def load_folder(
-    folder: Path | str | Checkpoint, calibration: Tensor, *, device: torch.device | str | None = None, **options: Any
+    folder: Path | str | Checkpoint,
+    calibration: Tensor,
+    *,
+    device: torch.device | str | None = None,
+    tell: Callable[[str], object] | None = None,
+    **options: Any,
 ) -> PagedLlama:
     """The model of a folder with all projections in FP8.
 
     What the checkpoint does not have is chosen on the calibration tokens, int [tokens]: the scales of weights and
     inputs of a bf16 checkpoint, and scales of query, key and value that are missing, if the cache is FP8.
-    options: of PagedLlama.
+    tell: is called with a line that says what was chosen.  options: of PagedLlama.
 
     Raises ValueError, FileNotFoundError or ImportError with what is wrong with the folder.
     """
@@ -144,20 +149,25 @@ def load_folder(
         found = load_hugging_face(model, checkpoint)
     except ValueError as error:
         raise ValueError(f"{checkpoint.folder}: {error}") from error
-    settle_scales(model, calibration, found)
+    chosen = settle_scales(model, calibration, found)
+    if tell is not None:
+        tell(chosen)
     return model
 
 
-def settle_scales(model: PagedLlama, calibration: Tensor, found: list[set[str]]) -> None:
+def settle_scales(model: PagedLlama, calibration: Tensor, found: list[set[str]]) -> str:
     """Run the model on calibration tokens, int [tokens], to choose all scales that it lacks.
 
     Each nn.Linear but the head becomes FP8Linear. found: the scales that each layer's attention has already.
+
+    Returns a line that says what was chosen.
     """
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and name != "head"]
     missing = {
         attention: [x for x in ("q", "k", "v") if attention.quantized and f"{x}_scale" not in given]
         for attention, given in zip(model.attention_layers, found, strict=True)
     }
+    chosen = _chosen(len(linears), list(missing.values()))
     if linears or any(missing.values()):
         if not calibration.numel():
             raise ValueError("the checkpoint lacks scales and there is no text to choose them on")
@@ -168,6 +178,18 @@ def settle_scales(model: PagedLlama, calibration: Tensor, found: list[set[str]])
             else:
                 _prefill(model, calibration)
     process_weights_after_loading(model)
+    return chosen
+
+
+def _chosen(linears: int, missing: list[list[str]]) -> str:
+    """What is quantised and chosen, in a line."""
+    names = {"q": "query", "k": "key", "v": "value"}
+    of_layers = {name: sum(x in lacks for lacks in missing) for x, name in names.items()}
+    parts = [f"{name} of {count} layers" for name, count in of_layers.items() if count]
+    if linears:
+        parts.insert(0, "the input of each")
+    weights = f"weights of {linears} products quantised to FP8 at load" if linears else "weights are FP8 already"
+    return f"{weights}; scales chosen on the calibration text: {', '.join(parts) or 'none'}"
 
 
 @torch.no_grad()

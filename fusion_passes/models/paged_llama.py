@@ -258,6 +258,11 @@ class _Reader:
     def scale(self, *names: str) -> Tensor:
         """A positive number, as fp32 []; the first of the names that there is."""
         name = next((name for name in names if name in self.tensors), names[0])
+        if name not in self.tensors:
+            raise ValueError(
+                f"the checkpoint has no {name}: FP8 weights need one static scale each; use a checkpoint that has "
+                "them, or the bf16 one, which is quantised at load"
+            )
         scale = self.take(name).float()
         if scale.numel() != 1:
             raise ValueError(f"{name} is {list(scale.shape)}: only one scale for the whole tensor is supported")

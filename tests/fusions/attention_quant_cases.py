@@ -362,9 +362,13 @@ def dynamic_scale(x, scale):
 ON_CPU = {"cuda": False}
 
 DECLINED = (
-    declined("read elsewhere", r"is also read by", read_before_the_quantisation, place=True),
-    declined("read elsewhere behind a view", r"is also read by sum_1 \(aten\.sum\.default\)", read_behind_a_view),
-    declined("two quantisations", r"is also read by", two_quantisations),
+    declined("read elsewhere", r"the attention's output is returned too", read_before_the_quantisation, place=True),
+    declined(
+        "read elsewhere behind a view",
+        r"the attention's output is also read by sum_1 \(aten\.sum\.default\)",
+        read_behind_a_view,
+    ),
+    declined("two quantisations", r"the attention's output is also read by", two_quantisations),
     declined("logsumexp used", r"logsumexp is used too", log_sum_exp_used, **ON_CPU),
     declined(
         "clamp at 240",
@@ -392,7 +396,7 @@ DECLINED = (
         lambda q, k, v, s: F.scaled_dot_product_attention(q, k, v).sin(),
     ),
     declined("broadcasts", r"broadcasts", simple(), scale_shaped(1, 1, 1, 1)),
-    declined("dropout", r"dropout|looks like attention", simple(dropout_p=0.5)),
+    declined("dropout", r"dropout", simple(dropout_p=0.5)),
 )
 
 LARGE = tuple(

@@ -281,7 +281,7 @@ def by_columns(x):
 
 
 DECLINED = (
-    static("read elsewhere", r"is also read by", lambda x, s: (divide(x, s), x), place=True),
+    static("read elsewhere", r"the attention's output is returned too", lambda x, s: (divide(x, s), x), place=True),
     static("clamp at 240", r"clamps to \(-240\.0, 240\.0\)", lambda x, s: (x / s).clamp(-240, 240).to(E4M3)),
     static("whole numbers", r"whole numbers", lambda x, s: clamp((x.float() / s).round())),
     static("not quantised", r"goes to .*sin", lambda x, s: x.sin()),

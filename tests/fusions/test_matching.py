@@ -17,6 +17,7 @@ from fusion_passes.fusions import FUSIONS
 from fusion_passes.idioms import recognize
 from fusion_passes.testing import INPUTS, capture, capture_cuda, print_graph, run
 from tests.fusions.accuracy import check
+from tests.fusions.attention_quant_cases import divide
 from tests.fusions.cases import CASES, FAMILIES, declined, each, fused, op_of, place_that_is_refused
 from tests.fusions.without_code import FUSE, STOCK, WithoutCode
 
@@ -390,3 +391,58 @@ def test_a_rounding_to_another_fp8_dtype_on_the_way_is_declined():
     assert run.fused == 0
     assert "rounds to float8_e5m2 before it quantises" in "\n".join(run.report.declined("attention_quant"))
     assert torch.equal(codes.float(), codes.float().to(torch.float8_e5m2).float())
+
+
+FIXED, GROUPS = "quantised, but not as the fused op does: ", "; the fused op takes one static scale"
+
+
+def per_token(x, s):
+    return (x / (x.abs().amax(-1, keepdim=True) / 448.0)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def per_group(x, s):
+    groups = x.unflatten(-1, (-1, 32))
+    return per_token(groups, s).flatten(-2)
+
+
+def opaque(granularity):
+    def quantise(x, s):
+        return torch.ops.fusion_passes.quantize_fp8_dynamic(
+            x.flatten(1), dtype=torch.float8_e4m3fn, granularity=granularity
+        )[0]
+
+    return quantise
+
+
+@pytest.mark.parametrize(
+    ("quantise", "scale", "reason"),
+    [
+        (per_token, (), f"quantised with dynamic per-token or per-group scales, one for each 128 elements{GROUPS}"),
+        (per_group, (), f"quantised with dynamic per-token or per-group scales, one for each 32 elements{GROUPS}"),
+        (opaque("token"), (), f"quantised with a dynamic scale per token{GROUPS}"),
+        (divide, (2, 16, 1), f"{FIXED}scale has shape [2, 16, 1]: a per-token or per-group quantisation, not a static"),
+        (divide, (128,), f"{FIXED}scale has shape [128]: a per-channel quantisation, not a static per-tensor one"),
+        (divide, (1, 1, 128), f"{FIXED}scale has shape [1, 1, 128]: a per-channel quantisation, not a static per-ten"),
+        (
+            lambda x, s: divide(x, x.abs().amax() / 448.0),
+            (),
+            f"{FIXED}the scale is computed in the graph from the tensor itself: a dynamic quantisation",
+        ),
+        (lambda x, s: (x / s).round().clamp(-128, 127).to(torch.int8), (), "made int8; the fused op writes FP8 only"),
+        (lambda x, s: x + s, (), "goes to aten.add.Tensor, not to a quantisation"),
+        (lambda x, s: silu_mul(x, x), (), "silu_mul.default: the formula of fusion_passes_tests.silu_mul is not known"),
+    ],
+)
+def test_the_one_line_of_an_attention_says_what_its_output_is_instead(quantise, scale, reason):
+    def attention(q, s):
+        x = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(2, 16, 128)
+        return quantise(x.float(), s)
+
+    with torch.no_grad():
+        run = WithoutCode(attention)
+        run(torch.randn(2, 2, 16, 64).bfloat16(), torch.rand(scale) + 0.1)
+    (graph,) = run.report.graphs
+    assert not graph.sites
+    (miss,) = graph.misses
+    assert miss.what == "attention_quant"
+    assert reason in miss.reason

@@ -322,7 +322,7 @@ def test_arguments_nobody_knows():
 
 REFUSED = {
     "softcap": (lambda q, k, v: softmax(torch.tanh(q @ k.mT / 30) * 30, q) @ v, "the scores pass through aten.tanh"),
-    "dropout": (lambda q, k, v: F.dropout(softmax(q @ k.mT, q), 0.1, True) @ v, "the softmax passes through aten.mul"),
+    "dropout": (lambda q, k, v: F.dropout(softmax(q @ k.mT, q), 0.1, True) @ v, "the softmax passes through dropout"),
     "sinks": (
         lambda q, k, v: softmax(torch.cat([q @ k.mT, q[..., :1]], -1), q)[..., :-1] @ v,
         "the softmax passes through aten.slice",

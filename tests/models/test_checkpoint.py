@@ -112,7 +112,10 @@ def test_fp8_formats(tmp_path, name):
     options, method, shards = FORMATS[name]
     tensors = fp8_tensors(**options)
     path = folder(tmp_path, tensors, shards, quantization_config={"quant_method": method})
-    model = load_folder(path, TEXT, block_size=16)
+    told = []
+    model = load_folder(path, TEXT, block_size=16, tell=told.append)
+    chosen = "none" if name in ("compressed-tensors", "vllm") else "query of 2 layers"
+    assert told == [f"weights are FP8 already; scales chosen on the calibration text: {chosen}"]
     for index, layer in enumerate(model.layers):
         prefix = f"model.layers.{index}."
         input_scale = options.get("input_scale", "input_scale")
@@ -161,7 +164,12 @@ def distance(x, y):
 
 def test_bf16_is_quantised_on_the_text(tmp_path):
     tensors = plain_tensors()
-    fp8 = load_folder(folder(tmp_path, tensors), TEXT, block_size=16)
+    told = []
+    fp8 = load_folder(folder(tmp_path, tensors), TEXT, block_size=16, tell=told.append)
+    assert told == [
+        "weights of 8 products quantised to FP8 at load; scales chosen on the calibration text: the input of each, "
+        "query of 2 layers, key of 2 layers, value of 2 layers"
+    ]
     assert fp8.layers[0].attention.attention.kv_cache is None  # that of the calibration is gone
     plain = PagedLlama(CONFIG, kv_cache_dtype="auto", block_size=16)
     load_hugging_face(plain, tensors)
@@ -221,7 +229,7 @@ Q = "model.layers.0.self_attn.q_proj"
     ("change", "sentence"),
     [
         ({f"{Q}.input_scale": None}, "no input_scale: activations that are quantised dynamically"),
-        ({f"{Q}.weight_scale": None}, "has no .*q_proj.weight_scale"),
+        ({f"{Q}.weight_scale": None}, "has no .*q_proj.weight_scale: .*or the bf16 one, which is quantised"),
         ({f"{Q}.weight_scale": torch.rand(64, 1)}, "only one scale for the whole tensor"),
         ({f"{Q}.weight_scale": torch.tensor(0.0)}, "must be positive and finite"),
         ({f"{Q}.weight": torch.zeros(64, 64)}, "all of them FP8 or none"),
