@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fusion_passes.nn import backends
 from fusion_passes.nn.kv_cache import AttentionMetadata, Layout, PagedKVCache, StaticKVCache
-from fusion_passes.nn.quant_fp8 import native_dtype
+from fusion_passes.nn.quant_fp8 import QuantFP8, native_dtype
 from fusion_passes.ops import kv_cache_write
-from fusion_passes.quant import FP8_DTYPES, QuantSpec, quantize
+from fusion_passes.quant import FP8_DTYPES, QuantSpec
 
 CACHE_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SCALES = {"q_scale": "_q_scale", "k_scale": "_k_scale", "v_scale": "_v_scale", "prob_scale": "_prob_scale"}
@@ -132,6 +132,7 @@ class Attention(nn.Module):
         if quantize_query is None:
             quantize_query = self.quantized and self.backend.supports_quant_query_input
         self.quantize_query, self.quantize_probs = quantize_query, quantize_probs
+        self.query_quant = QuantFP8(QuantSpec(self.cache_dtype)) if quantize_query else None
         self.calculate_kv_scales = calculate_kv_scales
         self._given: set[str] = set()  # scales that a checkpoint or a caller has set
         for name, default in self._defaults().items():
@@ -218,20 +219,25 @@ class Attention(nn.Module):
         if key is not None and value is not None:
             scales = (None, None) if key.dtype in FP8_DTYPES else (k_scale, v_scale)
             kv_cache_write(key, value, cache.key, cache.value, metadata.slot_mapping, *scales)
-        if self.quantize_query and query.dtype not in FP8_DTYPES:
-            query = quantize(query, self._q_scale, self.cache_dtype)
-        return self.backend.attend(
-            *(query, cache, metadata),
-            self._q_scale if query.dtype in FP8_DTYPES else None,
-            *(k_scale, v_scale),
-            self._prob_scale if self.quantize_probs else None,
-            *(output_scale, self.sinks),
+        if self.query_quant is not None and query.dtype not in FP8_DTYPES:
+            query, _ = self.query_quant(query, self._q_scale)
+        call = backends.AttentionCall(
+            query=query,
+            cache=cache,
+            metadata=metadata,
+            q_scale=self._q_scale if query.dtype in FP8_DTYPES else None,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            prob_scale=self._prob_scale if self.quantize_probs else None,
+            output_scale=output_scale,
+            sinks=self.sinks,
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
             dtype=out_dtype,
             group_size=output_group_size,
         )
+        return self.backend.attend(call)
 
     def set_scales(self, **values: Tensor | float) -> None:
         """Set scales by their names in a checkpoint: q_scale, k_scale, v_scale, prob_scale, or kv_scale for two.

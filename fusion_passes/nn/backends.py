@@ -4,7 +4,7 @@ What a backend cannot do is said when the layer is built, not at the first call.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,45 @@ class Request:
     quantize_query: bool = False
     quantize_probs: bool = False
     device: str | None = None
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a layer asks its backend to compute. Arguments as in ``ops.paged_attention``.
+
+    dtype: of the result. group_size: not None for what ``ops.paged_attention_group_quant`` returns.
+    """
+
+    query: Tensor
+    cache: PagedKVCache
+    metadata: AttentionMetadata
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    prob_scale: Tensor | None
+    output_scale: Tensor | None
+    sinks: Tensor | None
+    scale: float
+    window: int | None
+    softcap: float
+    dtype: torch.dtype
+    group_size: int | None
+
+    @property
+    def batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Query, keys, values, block table, where queries start, lengths: the first arguments of the ops."""
+        m = self.metadata
+        return self.query, self.cache.key, self.cache.value, m.block_table, m.query_start, m.seq_lens
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of the ops that are numbers."""
+        return {
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            "max_query_len": self.metadata.max_query_len,
+        }
 
 
 class AttentionBackend:
@@ -106,28 +145,8 @@ class AttentionBackend:
         return reasons
 
     @classmethod
-    def attend(
-        cls,
-        query: Tensor,
-        cache: PagedKVCache,
-        metadata: AttentionMetadata,
-        q_scale: Tensor | None,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
-        prob_scale: Tensor | None,
-        output_scale: Tensor | None,
-        sinks: Tensor | None,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        dtype: torch.dtype,
-        group_size: int | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """query: [tokens, heads, head_dim]. Returns the same shape in dtype. The rest as in ``ops.paged_attention``.
-
-        group_size: if not None, returns what ``ops.paged_attention_group_quant`` does.
-        """
+    def attend(cls, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute it: [tokens, heads, head_dim] in call.dtype, and with a group_size the scales too."""
         raise NotImplementedError
 
 
@@ -148,47 +167,13 @@ class PagedAttentionOp(AttentionBackend):
         return spec.granularity == ("tensor" if spec.static else "group")
 
     @classmethod
-    def attend(
-        cls,
-        query: Tensor,
-        cache: PagedKVCache,
-        metadata: AttentionMetadata,
-        q_scale: Tensor | None,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
-        prob_scale: Tensor | None,
-        output_scale: Tensor | None,
-        sinks: Tensor | None,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        dtype: torch.dtype,
-        group_size: int | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def attend(cls, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
         """The op, or the one with scales per group."""
-        batch = (query, cache.key, cache.value, metadata.block_table, metadata.query_start, metadata.seq_lens)
-        scales = (q_scale, k_scale, v_scale, prob_scale)
-        if group_size is not None:
-            return paged_attention_group_quant(
-                *(*batch, *scales, sinks),
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                dtype=dtype,
-                max_query_len=metadata.max_query_len,
-                implementation=cls.implementation,
-                group_size=group_size,
-            )
-        return paged_attention(
-            *(*batch, *scales, output_scale, sinks),
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            dtype=dtype,
-            max_query_len=metadata.max_query_len,
-            implementation=cls.implementation,
-        )
+        scales = (call.q_scale, call.k_scale, call.v_scale, call.prob_scale)
+        options = call.options | {"dtype": call.dtype, "implementation": cls.implementation}
+        if call.group_size is not None:
+            return paged_attention_group_quant(*call.batch, *scales, call.sinks, **options, group_size=call.group_size)
+        return paged_attention(*call.batch, *scales, call.output_scale, call.sinks, **options)
 
 
 class Triton(PagedAttentionOp):
@@ -235,51 +220,22 @@ class Flex(AttentionBackend):
     max_cache_elements = 2**31 - 1  # its kernels count in int32
 
     @classmethod
-    def attend(
-        cls,
-        query: Tensor,
-        cache: PagedKVCache,
-        metadata: AttentionMetadata,
-        q_scale: Tensor | None,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
-        prob_scale: Tensor | None,
-        output_scale: Tensor | None,
-        sinks: Tensor | None,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        dtype: torch.dtype,
-        group_size: int | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def attend(cls, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
         """``flex.attention``. Compiled, it checks no values.
 
         Raises ValueError for a scale or an output that it does not have, and what ``ops.paged_attention`` does.
         """
-        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "prob_scale": prob_scale}
-        given = [name for name, x in (scales | {"output_scale": output_scale}).items() if x is not None]
-        if given or group_size is not None or dtype != query.dtype:
-            asked = ", ".join([*given, *["group_size"] * (group_size is not None)]) or f"an output of {dtype}"
-            raise ValueError(f"backend {cls.name} quantises nothing and returns {query.dtype}: it cannot do {asked}")
-        arguments = PagedAttentionArguments(
-            *(query, cache.key, cache.value, metadata.block_table, metadata.query_start, metadata.seq_lens),
-            sinks=sinks,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            max_query_len=metadata.max_query_len,
-        )
-        if not torch.compiler.is_compiling() and kv_cache.values_are_checked(query.device):
+        scales = ("q_scale", "k_scale", "v_scale", "prob_scale", "output_scale", "group_size")
+        asked = ", ".join(name for name in scales if getattr(call, name) is not None)
+        if asked or call.dtype != call.query.dtype:
+            asked = asked or f"an output of {call.dtype}"
+            raise ValueError(
+                f"backend {cls.name} quantises nothing and returns {call.query.dtype}: it cannot do {asked}"
+            )
+        arguments = PagedAttentionArguments(*call.batch, sinks=call.sinks, **call.options)
+        if not torch.compiler.is_compiling() and kv_cache.values_are_checked(call.query.device):
             arguments.check_values()
-        return flex.attention(
-            *(query, cache.key, cache.value, metadata.block_table, metadata.query_start, metadata.seq_lens, sinks),
-            page_size=cache.page_size,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            max_query_len=metadata.max_query_len,
-        )
+        return flex.attention(*call.batch, call.sinks, page_size=call.cache.page_size, **call.options)
 
 
 class SDPA(PagedAttentionOp):

@@ -19,6 +19,51 @@ from fusion_passes.symbolic import known
 KERNEL_DTYPES = (*kv_cache.HIGH_PRECISION_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+def validate(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Raise ValueError, or TypeError for a dtype, if a write of these cannot mean anything."""
+    kv_cache.validate_cache(key_cache, value_cache)
+    kv_cache.validate_scales(k_scale=k_scale, v_scale=v_scale)
+    kv_cache.validate_devices(
+        key_cache.device,
+        value_cache=value_cache,
+        key=key,
+        value=value,
+        slot_mapping=slot_mapping,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    _, kv_heads, _, head_dim = key_cache.shape
+    for name, x in (("key", key), ("value", value)):
+        if x.ndim != 3 or known(x.shape[1] != kv_heads) or known(x.shape[2] != head_dim):
+            raise ValueError(f"{name} must be [tokens, {kv_heads}, {head_dim}] for this cache, got {list(x.shape)}")
+        if x.dtype != key.dtype:
+            raise TypeError(f"key and value must have one dtype, got {key.dtype} and {value.dtype}")
+    if slot_mapping.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}")
+    if slot_mapping.ndim != 1 or any(known(slot_mapping.shape[0] != x.shape[0]) for x in (key, value)):
+        raise ValueError(
+            f"slot_mapping must have an entry for each token, got {list(slot_mapping.shape)} for keys "
+            f"{list(key.shape)} and values {list(value.shape)}"
+        )
+    if (k_scale is not None or v_scale is not None) and (key_cache.dtype not in FP8_DTYPES or key.dtype in FP8_DTYPES):
+        raise ValueError(
+            f"k_scale and v_scale quantise {key.dtype} keys for an FP8 cache; this cache is {key_cache.dtype}: "
+            "leave them out"
+        )
+    if key.dtype != key_cache.dtype and (
+        key.dtype not in kv_cache.HIGH_PRECISION_DTYPES or key_cache.dtype not in FP8_DTYPES
+    ):
+        raise TypeError(f"a cache of {key_cache.dtype} does not take keys of {key.dtype}")
+
+
 @dataclass(frozen=True, eq=False)
 class KVCacheWriteArguments:
     """A call of the op, in the order of its schema: what the fields mean, ``kv_cache_write`` says.
@@ -35,46 +80,10 @@ class KVCacheWriteArguments:
     v_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        key, value, key_cache, value_cache = self.key, self.value, self.key_cache, self.value_cache
-        slot_mapping, k_scale, v_scale = self.slot_mapping, self.k_scale, self.v_scale
-        kv_cache.validate_cache(key_cache, value_cache)
-        kv_cache.validate_scales(k_scale=k_scale, v_scale=v_scale)
-        kv_cache.validate_devices(
-            key_cache.device,
-            value_cache=value_cache,
-            key=key,
-            value=value,
-            slot_mapping=slot_mapping,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
-        _, kv_heads, _, head_dim = key_cache.shape
-        for name, x in (("key", key), ("value", value)):
-            if x.ndim != 3 or known(x.shape[1] != kv_heads) or known(x.shape[2] != head_dim):
-                raise ValueError(f"{name} must be [tokens, {kv_heads}, {head_dim}] for this cache, got {list(x.shape)}")
-            if x.dtype != key.dtype:
-                raise TypeError(f"key and value must have one dtype, got {key.dtype} and {value.dtype}")
-        if slot_mapping.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}")
-        if slot_mapping.ndim != 1 or any(known(slot_mapping.shape[0] != x.shape[0]) for x in (key, value)):
-            raise ValueError(
-                f"slot_mapping must have an entry for each token, got {list(slot_mapping.shape)} for keys "
-                f"{list(key.shape)} and values {list(value.shape)}"
-            )
-        if (k_scale is not None or v_scale is not None) and (
-            key_cache.dtype not in FP8_DTYPES or key.dtype in FP8_DTYPES
-        ):
-            raise ValueError(
-                f"k_scale and v_scale quantise {key.dtype} keys for an FP8 cache; this cache is {key_cache.dtype}: "
-                "leave them out"
-            )
-        if key.dtype != key_cache.dtype and (
-            key.dtype not in kv_cache.HIGH_PRECISION_DTYPES or key_cache.dtype not in FP8_DTYPES
-        ):
-            raise TypeError(f"a cache of {key_cache.dtype} does not take keys of {key.dtype}")
+        validate(self.key, self.value, self.key_cache, self.value_cache, self.slot_mapping, self.k_scale, self.v_scale)
 
     def run(self, write: Callable[..., None]) -> None:
-        """The op by a function that takes its tensors, in order."""
+        """Call `write` with the op's tensors, in the order of its schema."""
         write(
             *(self.key, self.value, self.key_cache, self.value_cache, self.slot_mapping),
             *(self.k_scale, self.v_scale),

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fusion_passes import reference
 from fusion_passes.ops import kv_cache
-from fusion_passes.ops.kv_cache_write import KERNEL_DTYPES, KVCacheWriteArguments, has_kernel, scatter
+from fusion_passes.ops.kv_cache_write import KERNEL_DTYPES, has_kernel, scatter
+from fusion_passes.ops.kv_cache_write import validate as validate_write
 from fusion_passes.ops.support import on_its_device, taking
 from fusion_passes.quant import FP8_DTYPES, saturate
 from fusion_passes.symbolic import known
@@ -45,7 +46,7 @@ class RopeQuantKVWriteArguments:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        KVCacheWriteArguments(
+        validate_write(
             *(self.key, self.value, self.key_cache, self.value_cache, self.slot_mapping, self.k_scale, self.v_scale)
         )
         query, key, key_cache, q_scale = self.query, self.key, self.key_cache, self.q_scale

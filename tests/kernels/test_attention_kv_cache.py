@@ -21,10 +21,10 @@ class Kernels(backends.Triton):
     name = "kernels"
 
     @classmethod
-    def attend(cls, query, cache, metadata, q_scale, k_scale, v_scale, prob_scale, output_scale, sinks, **options):
-        batch = (query, cache.key, cache.value, metadata.block_table, metadata.query_start, metadata.seq_lens)
-        scales = (q_scale, k_scale, v_scale, prob_scale, output_scale, sinks)
-        return _kernels(PagedAttentionArguments(*batch, *scales, max_query_len=metadata.max_query_len, **options))
+    def attend(cls, call):
+        scales = (call.q_scale, call.k_scale, call.v_scale, call.prob_scale, call.output_scale, call.sinks)
+        options = call.options | {"dtype": call.dtype, "group_size": call.group_size}
+        return _kernels(PagedAttentionArguments(*call.batch, *scales, **options))
 
 
 @torch.no_grad()

@@ -254,3 +254,20 @@ def test_a_copy_is_independent_and_to_moves_everything():
     assert names >= {"_q_scale", "_k_scale", "_v_scale", "_prob_scale", "q_range", "k_range", "v_range"}
     assert names >= {"kv_cache.key", "kv_cache.value", "kv_cache.block_table"}
     assert {x.device.type for x in copied.to("meta").buffers()} == {"meta"}
+
+
+@torch.no_grad()
+def test_the_settings_choose_the_form_of_the_querys_quantisation():
+    """Opaque where the passes' settings ask for it; the same codes."""
+    attention, inputs = layer(), step(7)
+    attention.allocate_cache(9)
+    found, results = [], []
+    for setting in (True, False):
+        config = PassConfig(level="O0", custom_ops={"quant_fp8": setting})
+        with fusion_passes.enabled(config):
+            graphs = []
+            results.append(counting(attention, graphs)(*inputs))
+            found.append(any("quantize_fp8" in str(node.target) for node in graphs[0].graph.nodes))
+        torch.compiler.reset()
+    assert found == [True, False]
+    assert torch.equal(*results)

@@ -349,7 +349,8 @@ def attend(backend, kv_cache_dtype="auto", **changes):
     arguments = dict.fromkeys(("q_scale", "k_scale", "v_scale", "prob_scale", "output_scale", "sinks"))
     arguments |= {"query": query, "scale": 0.31, "window": None, "softcap": 0.0, "dtype": BF16, "group_size": None}
     arguments |= {name: change(arguments[name]) for name, change in changes.items()}
-    return backend.attend(cache=cache, metadata=dataclasses.replace(metadata, **of_batch), **arguments)
+    metadata = dataclasses.replace(metadata, **of_batch)
+    return backend.attend(backends.AttentionCall(cache=cache, metadata=metadata, **arguments))
 
 
 @pytest.mark.parametrize("backend", backends.BACKENDS, ids=lambda b: b.name)
