@@ -254,9 +254,9 @@ def check_divided(got, want):
 @pytest.mark.parametrize("name", ["rope_quant_kv_write", "kv_cache_write"])
 def test_codes_are_those_of_a_division(name, scale):
     """All bf16 numbers, infinities and NaN among them; nothing is turned."""
-    every = torch.arange(2**16, device=DEVICE).to(torch.int16).view(BF16).view(-1, 2, 64)
+    every = torch.arange(2**16, device=DEVICE).to(torch.int16).view(BF16).view(-1, 8, 256)
     slots = torch.arange(len(every), device=DEVICE)
-    caches = [torch.zeros(len(every) // 16, 2, 16, 64, dtype=E4M3, device=DEVICE) for _ in range(2)]
+    caches = [torch.zeros(len(every) // 16, 8, 16, 256, dtype=E4M3, device=DEVICE) for _ in range(2)]
     scale = torch.tensor(scale, device=DEVICE)
     want = quantize(every, scale, E4M3)
     if name == "kv_cache_write":
