@@ -31,14 +31,14 @@ def best_layout(
     """
     costs: dict[str, tuple[bool, int]] = {}
     for layout in layouts:
-        costs[layout] = _cost(empty, layout, views, source)
+        costs[layout] = cost(empty, layout, views, source)
         if costs[layout] == (False, 0):
             break
     return min(costs, key=costs.__getitem__)
 
 
-def _cost(empty: Callable[[Tensor, str], Tensor], layout: str, views: Sequence[Node], source: Node) -> tuple[bool, int]:
-    """(does not reach the strides, copies on the way)."""
+def cost(empty: Callable[[Tensor, str], Tensor], layout: str, views: Sequence[Node], source: Node) -> tuple[bool, int]:
+    """What `views` make of such an output, see `best_layout`: (does not reach the strides, copies on the way)."""
     x = value(source)
     mode = detect_fake_mode(x)
     if mode is None:

@@ -16,8 +16,9 @@ those have not lost more, and are closer to an fp32 reference.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ from fusion_passes.graph import (
     following_views,
     is_tensor,
     is_view,
+    prims,
     same_layout,
     same_shape,
     target_name,
@@ -51,7 +53,7 @@ from fusion_passes.ops.kv_cache_write import why_no_kernel
 from fusion_passes.quant import dtype_name
 from fusion_passes.rule import Call, Match, Rule
 from fusion_passes.symbolic import fixed, known
-from fusion_passes.views import replay
+from fusion_passes.views import cost, replay
 
 OUTPUT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Of the query's codes."""
@@ -90,6 +92,8 @@ class RopeWriteMatch(Match):
     """Of the key."""
     value: _Written
     write: KVCacheWrite
+    head: int | None
+    """The dimension of both x that counts heads; None where it is not known."""
     unread: str = ""
     """Why a quantisation of the query could not be read."""
 
@@ -98,10 +102,21 @@ class RopeWriteMatch(Match):
         """The write: it tells the layers of a model apart."""
         return self.write.output
 
+    @property
+    def is_copied(self) -> bool:
+        """True where the graph has the query in another layout than that in which it leaves the op."""
+
+        def token_major(x: Tensor, layout: str) -> Tensor:
+            order = _order(x.ndim, self.head)
+            made = torch.empty([x.shape[d] for d in order], dtype=x.dtype, device=x.device)
+            return made.permute([order.index(d) for d in range(x.ndim)])
+
+        return cost(token_major, "", self.views, self.query.output)[0]
+
 
 @dataclass(frozen=True)
 class _Lookup:
-    """Rows of a table [rows, columns] at positions, from column `start` on."""
+    """Rows of a table [rows, columns] at positions, from column `start` on; columns may be several dimensions."""
 
     table: Node
     positions: Node
@@ -169,22 +184,27 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             cache.dtype.itemsize == 1 or key.dtype == cache.dtype,
             f"keys of {dtype_name(key.dtype)} do not go into a cache of {dtype_name(cache.dtype)}",
         )
+        m.require(m.head is not None, "it is not known which dimension of query and key counts heads")
         for name, rope in (("query", m.query), ("key", m.rope)):
-            m.require(_head(rope) is not None, f"cos and sin have no row for each token of the {name}")
-            m.require(None not in _heads_and_size(rope), f"the number of heads of the {name} is not known")
+            m.require(None not in _heads_and_size(rope, m.head), f"the number of heads of the {name} is not known")
+            of_cos, of_sin = _outer(rope.cos, rope), _outer(rope.sin, rope)
+            m.require(same_shape(of_cos, of_sin), f"cos and sin of the {name} have different shapes")
+            m.require(
+                same_shape(rows := _without(of_cos, m.head), _token_sizes(rope, m.head))
+                or len(_larger_than_one(rows)) <= 1,
+                f"cos and sin have rows for some of the dimensions of the {name}'s tokens, and one for the others",
+            )
+        m.require(
+            _is_token_major(m.rope, m.head, m.key.path, value(m.write.key)),
+            "the key's tokens and heads are put into another order between its rotation and the write",
+        )
         tokens = value(m.write.key).shape[0]
         for name, rope in (("query", m.query), ("key", m.rope)):
-            sizes = _token_sizes(rope)
-            count = 1
-            for size in sizes:
-                count = count * size
+            count = _product(_token_sizes(rope, m.head))
             m.require(known(count == tokens), f"the {name} has {count} tokens, the write {tokens}")
         m.require(
-            _target_sizes(m.query) is not None, "the tokens of the query are in several dimensions of unknown size"
-        )
-        m.require(
-            _is_token_major(m.rope, m.key.path, value(m.write.key)),
-            "the key's tokens and heads are put into another order between its rotation and the write",
+            same_shape(*(_larger_than_one(_token_sizes(rope, m.head)) for rope in (m.query, m.rope))),
+            "query and key have their tokens in other dimensions",
         )
         m.require(known(value(m.write.value).shape[-1] == key.shape[-1]), "keys and values differ in their head size")
         why = why_no_kernel(key.device, key.dtype, cache.dtype, value(m.output).dtype)
@@ -194,8 +214,8 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
         """Where it was measured to be faster than what Inductor makes of the graph."""
         query = value(m.query.x)
         m.require(query.is_cuda, f"the fused op has no faster kernel on the {query.device.type.upper()}")
-        heads, head_dim = _heads_and_size(m.query)
-        kv_heads, _ = _heads_and_size(m.rope)
+        heads, head_dim = _heads_and_size(m.query, m.head)
+        kv_heads, _ = _heads_and_size(m.rope, m.head)
         verdict = measured_verdict(
             query.device,
             tokens=value(m.write.key).shape[0],
@@ -207,16 +227,21 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             quantized=m.quantize is not None,
         )
         m.require(verdict.ratio is not None and verdict.ratio >= 1.0, verdict.why)
+        m.require(
+            not m.is_copied,
+            "the graph has the query's heads before its tokens in memory: the fused op's result would be copied, which "
+            "was not measured",
+        )
 
     def replacement(self, m: RopeWriteMatch, call: Call) -> tuple[Node, ...]:
         """The op, functional as the write was; the query in the graph's layout; the caches."""
         q = m.quantize
-        cos, sin, positions = _tables(m.rope, call)
+        cos, sin, positions = _tables(m.rope, m.head, _found_or_added(m, call))
         fused = call(
             m.write.wrapper,
             torch.ops.fusion_passes.rope_quant_kv_write.default,
-            query=_token_major(m.query, call),
-            key=_token_major(m.rope, call),
+            query=_token_major(m.query, m.head, call),
+            key=_token_major(m.rope, m.head, call),
             value=replay((node for node in m.value.path if calls(node, *VIEWS)), m.value.source, call),
             cos=cos,
             sin=sin,
@@ -234,23 +259,29 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
         )
         # With these Inductor keeps the strides of what goes into an op that asks for exact ones.
         fused.meta["eager_input_vals"] = torch.fx.node.map_arg((fused.args, fused.kwargs), lambda n: n.meta["val"])
-        out = _as_in_graph(m.query, call(operator.getitem, fused, 0), call)
-        caches = (call(operator.getitem, fused, i) for i in sorted(m.write.written))
-        return (replay(m.views, out, call), *caches)
+        out = _as_in_graph(m.query, m.head, call(operator.getitem, fused, 0), call)
+        out = _in_layout(value(m.output), replay(m.views, out, call), call)
+        return (out, *(call(operator.getitem, fused, i) for i in sorted(m.write.written)))
 
     def explain(self, idioms: Idioms) -> Iterator[NearMiss]:
         """Where the key of a write comes from instead, or what its query lacks."""
         ropes = list(idioms.of(Rope))
+        unread = {miss.node: miss.reason for miss in idioms.near_misses if miss.what == "rope"}
         for write in idioms.of(KVCacheWrite):
             source = _written(write.key, idioms).source
             key = idioms.at(source, Rope)
-            if key is None:
+            while key is None and (is_view(source) or _is_wide_cast(source)):
+                source = source.all_input_nodes[0]
+            told = source if source in unread else None
+            if told is not None:
+                reason = f"the key's rotation is not read: {unread[told]}"
+            elif key is None:
                 reason = f"the key comes from {target_name(source)}, not from a rotary embedding that is read"
             elif not any(_same_tables(query, key) for query in ropes if query is not key):
                 reason = "no query is rotated by the same cos and sin as the key"
             else:
                 continue
-            yield NearMiss(write.output, self.name, reason)
+            yield NearMiss(write.output, self.name, reason, told)
 
     def describe(self, m: RopeWriteMatch) -> str:
         """`rope of bfloat16 [256, 32, 128] and [256, 8, 128] -> float8_e4m3fn, cache float8_e4m3fn`."""
@@ -285,7 +316,8 @@ def _match(
         unread = _unread_quantisation(output, idioms)
     caches = tuple(node for _, node in sorted(write.written.items()))
     val = _written(write.value, idioms)
-    lookups = _lookups(rope) or ()
+    head = _head(query, rope, key.path, value(write.key))
+    lookups = _lookups(rope, head) or ()
     tables = (x for at in lookups for x in (at.table, at.positions))
     scales = (q.scale for q in (quantize, key.quantize, val.quantize) if q is not None and q.scale is not None)
     kept = (x for x in write.inputs if x not in (write.key, write.value))
@@ -301,6 +333,7 @@ def _match(
         rope=rope,
         value=val,
         write=write,
+        head=head,
         unread=unread,
     )
 
@@ -371,24 +404,54 @@ def _unread_quantisation(node: Node, idioms: Idioms) -> str:
     return ""
 
 
-def _head(rope: Rope) -> int | None:
-    """The dimension of x that counts heads: where cos and sin have one element; None where there are several."""
-    x, cos, sin = value(rope.x), value(rope.cos.source), value(rope.sin.source)
-    shared = [d for d in range(x.ndim - 1) if known(cos.shape[d] == 1) and known(sin.shape[d] == 1)]
-    several = [d for d in shared if not known(x.shape[d] == 1)]
-    if len(several) > 1 or not shared:
+def _outer(table: Table, rope: Rope) -> list[int | torch.SymInt]:
+    """The sizes of a table in the dimensions of x that are tokens and heads, 1 where it has none."""
+    source = value(table.source)
+    sizes = source.shape[: source.ndim - table.inner]
+    return [*[1] * (value(rope.x).ndim - 1 - len(sizes)), *sizes]
+
+
+def _head(query: Rope, key: Rope, path: tuple[Node, ...], end: Tensor) -> int | None:
+    """The dimension that counts heads: where cos and sin have one element.
+
+    Where all sequences share the rows, there are several such; then it is the one for which the key's path leads to
+    [tokens, heads, head_dim].
+    """
+    x = value(key.x)
+    found = [
+        d
+        for d in range(x.ndim - 1)
+        if fixed(x.shape[d]) is not None and known(_outer(key.cos, key)[d] == 1) and known(_outer(key.sin, key)[d] == 1)
+    ]
+    several = [d for d in found if not known(x.shape[d] == 1)]
+    found = [*several, *(d for d in reversed(found) if d not in several)]
+    if value(query.x).ndim != x.ndim or not found:
         return None
-    return several[0] if several else shared[-1]
+    return next((d for d in found if _is_token_major(key, d, path, end)), found[0])
 
 
-def _heads_and_size(rope: Rope) -> tuple[int | None, int | None]:
-    x, head = value(rope.x), _head(rope)
+def _heads_and_size(rope: Rope, head: int | None) -> tuple[int | None, int | None]:
+    x = value(rope.x)
     return None if head is None else fixed(x.shape[head]), fixed(x.shape[-1])
 
 
-def _token_sizes(rope: Rope) -> list[int]:
-    head = _head(rope)
-    return [size for d, size in enumerate(value(rope.x).shape[:-1]) if d != head]
+def _without(sizes: Iterable[Any], head: int | None) -> list[Any]:
+    return [size for d, size in enumerate(sizes) if d != head]
+
+
+def _token_sizes(rope: Rope, head: int | None) -> list[int | torch.SymInt]:
+    return _without(value(rope.x).shape[:-1], head)
+
+
+def _larger_than_one(sizes: list[int | torch.SymInt]) -> list[int | torch.SymInt]:
+    return [size for size in sizes if not known(size == 1)]
+
+
+def _product(sizes: Iterable[int | torch.SymInt]) -> int | torch.SymInt:
+    count: int | torch.SymInt = 1
+    for size in sizes:
+        count = count * size
+    return count
 
 
 def _order(rank: int, head: int | None) -> list[int]:
@@ -396,39 +459,70 @@ def _order(rank: int, head: int | None) -> list[int]:
     return [*(d for d in range(rank - 1) if d != head), rank - 1 if head is None else head, rank - 1]
 
 
-def _token_major(rope: Rope, call: Call) -> Node:
+def _token_major(rope: Rope, head: int | None, call: Call) -> Node:
     """x as [tokens, heads, head_dim]."""
     node, rank = rope.x, value(rope.x).ndim
-    if (order := _order(rank, _head(rope))) != list(range(rank)):
+    if (order := _order(rank, head)) != list(range(rank)):
         node = call(aten.permute.default, node, order)
     if rank != 3:
-        node = call(aten.reshape.default, node, [-1, *_heads_and_size(rope)])
+        node = call(aten.reshape.default, node, [-1, *_heads_and_size(rope, head)])
     return node
 
 
-def _target_sizes(rope: Rope) -> list[int | None] | None:
-    """Sizes for a reshape of [tokens, heads, head_dim] to the dimensions of x, with heads behind the tokens."""
-    sizes = [-1 if fixed(size) is None else fixed(size) for size in _token_sizes(rope)]
-    return None if sizes.count(-1) > 1 else [*sizes, *_heads_and_size(rope)]
+def _size(node: Node, dim: int, call: Call) -> int | Node:
+    """A size as an argument: a number, or a node that has it."""
+    size = fixed(value(node).shape[dim])
+    return call(aten.sym_size.int, node, dim) if size is None else size
 
 
-def _as_in_graph(rope: Rope, node: Node, call: Call) -> Node:
+def _found_or_added(m: RopeWriteMatch, call: Call) -> Call:
+    """`call`, but for what is in the graph already: all layers of a model prepare the same tables."""
+    last = max(m.outputs)
+
+    def found_or_added(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        for node in last.graph.find_nodes(op="call_function", target=target):
+            if node < last and node.args == args and node.kwargs == kwargs:
+                return node
+        return call(target, *args, **kwargs)
+
+    return found_or_added
+
+
+def _as_in_graph(rope: Rope, head: int | None, node: Node, call: Call) -> Node:
     """A result [tokens, heads, head_dim] with its dimensions as x has them."""
-    rank, head = value(rope.x).ndim, _head(rope)
-    if rank != 3:
-        node = call(aten.reshape.default, node, _target_sizes(rope))
-    order = _order(rank, head)
-    back = [order.index(d) for d in range(rank)]
-    return node if back == list(range(rank)) else call(aten.permute.default, node, back)
+    x = value(rope.x)
+    if x.ndim != 3:
+        tokens = [d for d in range(x.ndim - 1) if d != head]
+        unknown = [d for d in tokens if fixed(x.shape[d]) is None]
+        sizes = [-1 if unknown == [d] else _size(rope.x, d, call) for d in tokens]
+        node = call(aten.reshape.default, node, [*sizes, *_heads_and_size(rope, head)])
+    order = _order(x.ndim, head)
+    back = [order.index(d) for d in range(x.ndim)]
+    return node if back == list(range(x.ndim)) else call(aten.permute.default, node, back)
 
 
-def _is_token_major(rope: Rope, path: tuple[Node, ...], end: Tensor) -> bool:
+def _in_layout(wanted: Tensor, node: Node, call: Call) -> Node:
+    """A copy with the strides of `wanted`, as far as an order of the dimensions gives them; `node` if it has them."""
+    x = value(node)
+    if same_layout(x, wanted):
+        return node
+    for order in itertools.permutations(range(x.ndim)):
+        sizes = [x.shape[d] for d in order]
+        strides = [_product(sizes[i + 1 :]) for i in range(x.ndim)]
+        if all(known(x.shape[d] == 1) or known(strides[i] == wanted.stride(d)) for i, d in enumerate(order)):
+            moved = call(aten.permute.default, node, list(order))
+            copied = call(aten.clone.default, moved, memory_format=torch.contiguous_format)
+            return call(aten.permute.default, copied, [order.index(d) for d in range(x.ndim)])
+    return node
+
+
+def _is_token_major(rope: Rope, head: int | None, path: tuple[Node, ...], end: Tensor) -> bool:
     """True where the path from a rotated key leads to [tokens, heads, head_dim], each at its place.
 
     Tried with the key's elements in that order in memory: then every view of the path is one, without a copy, and what
     comes out is contiguous.
     """
-    x, head = value(rope.x), _head(rope)
+    x = value(rope.x)
     views = [node for node in path if calls(node, *VIEWS) and not calls(node, *COPIES)]
     if not views and x.ndim == 3 and head == 1:
         return True
@@ -462,46 +556,68 @@ def _split_of(node: Node) -> Node | None:
     return split if isinstance(split, Node) and calls(split, *SPLITS) else None
 
 
-def _tables(rope: Rope, call: Call) -> tuple[Node, Node, Node | None]:
+def _tables(rope: Rope, head: int | None, call: Call) -> tuple[Node, Node, Node | None]:
     """cos and sin as [rows, columns], and the positions that say which row; None where row t is that of token t."""
-    if (lookups := _lookups(rope)) is not None:
+    rows, positions = [], None
+    if (lookups := _lookups(rope, head)) is not None:
         positions = lookups[0].positions
-        if value(positions).ndim != 1:
-            positions = call(aten.reshape.default, positions, [-1])
-        rows = [
-            _columns(at.table, at.start, table, call) for at, table in zip(lookups, (rope.cos, rope.sin), strict=True)
-        ]
-        return rows[0], rows[1], positions
-    rows = []
-    for table in (rope.cos, rope.sin):
-        node = table.source
-        order = _order(value(node).ndim, _head(rope))
-        if order != list(range(value(node).ndim)):
-            node = call(aten.permute.default, node, order)
-        node = call(aten.reshape.default, node, [-1, fixed(value(node).shape[-1])])
-        rows.append(_columns(node, table.start, table, call))
-    return rows[0], rows[1], None
+        for at, table in zip(lookups, (rope.cos, rope.sin), strict=True):
+            rows.append(_columns(_two_dimensional(at.table, value(at.table).ndim - 1, call), at.start, table, call))
+    else:
+        for table in (rope.cos, rope.sin):
+            node, outer = table.source, value(table.source).ndim - table.inner
+            place = None if head is None else head - (value(rope.x).ndim - 1 - outer)
+            if place is not None and 0 <= place < outer:
+                others = [d for d in range(value(node).ndim) if d != place]
+                if (order := [*others[: outer - 1], place, *others[outer - 1 :]]) != sorted(order):
+                    node = call(aten.permute.default, node, order)
+            rows.append(_columns(_two_dimensional(node, table.inner, call), table.start, table, call))
+    return rows[0], rows[1], _positions(rope, head, positions, call)
+
+
+def _positions(rope: Rope, head: int | None, positions: Node | None, call: Call) -> Node | None:
+    """The row of each token: positions for the rows that the table has here, or none for one after the other.  Where
+    several tokens share a row (all sequences of a batch the same), it is said for each."""
+    sizes, rows = _token_sizes(rope, head), _without(_outer(rope.cos, rope), head)
+    if not same_shape(sizes, rows):
+        dims = _without(range(len(sizes) + 1), head)
+        if positions is None:
+            along = next((d for d, size in zip(dims, rows, strict=True) if not known(size == 1)), None)
+            count = 1 if along is None else _size(rope.x, along, call)
+            options = {"dtype": torch.int64, "device": value(rope.x).device, "requires_grad": False}
+            positions = call(prims.iota.default, count, start=0, step=1, **options)  # what `arange` is at this stage
+        positions = call(aten.reshape.default, positions, [1 if known(size == 1) else -1 for size in rows])
+        positions = call(aten.expand.default, positions, [_size(rope.x, d, call) for d in dims])
+    if positions is not None and value(positions).ndim != 1:
+        positions = call(aten.reshape.default, positions, [-1])
+    return positions
+
+
+def _two_dimensional(node: Node, inner: int, call: Call) -> Node:
+    """[rows, columns] of a table, of which the last `inner` dimensions are columns; of complex numbers as of pairs."""
+    if value(node).is_complex():
+        node, inner = call(aten.view_as_real.default, node), inner + 1
+    if (value(node).ndim, inner) == (2, 1):
+        return node
+    return call(aten.reshape.default, node, [-1, _product(fixed(size) or 0 for size in value(node).shape[-inner:])])
 
 
 def _columns(node: Node, start: int, table: Table, call: Call) -> Node:
-    """The columns of [rows, columns] from `start` on, of complex numbers as of pairs of columns."""
-    if value(node).is_complex():
-        pairs = call(aten.view_as_real.default, node)
-        node = call(aten.reshape.default, pairs, [-1, 2 * (fixed(value(node).shape[1]) or 0)])
+    """The columns of [rows, columns] from `start` on."""
     if start == 0 and table.step == 1 and known(value(node).shape[1] == table.width):
         return node
     return call(aten.slice.Tensor, node, 1, start, start + table.width * table.step, table.step)
 
 
-def _lookups(rope: Rope) -> tuple[_Lookup, _Lookup] | None:
-    """Where cos and sin are looked up by the same positions, one for each token: the tables."""
-    cos, sin = _lookup(rope, rope.cos), _lookup(rope, rope.sin)
+def _lookups(rope: Rope, head: int | None) -> tuple[_Lookup, _Lookup] | None:
+    """Where cos and sin are looked up by the same positions, one for each row: the tables."""
+    cos, sin = _lookup(rope, rope.cos, head), _lookup(rope, rope.sin, head)
     return None if cos is None or sin is None or cos.positions is not sin.positions else (cos, sin)
 
 
-def _lookup(rope: Rope, table: Table) -> _Lookup | None:
+def _lookup(rope: Rope, table: Table, head: int | None) -> _Lookup | None:
     path: list[Node] = []
-    node, head = table.source, _head(rope)
+    node = table.source
     if head is None:
         return None
     while calls(node, *VIEWS, aten.slice.Tensor) or is_cast(node) or _split_of(node) is not None:
@@ -509,10 +625,11 @@ def _lookup(rope: Rope, table: Table) -> _Lookup | None:
             path.insert(0, node)
         node = (_split_of(node) or node).all_input_nodes[0]
     rows, positions = _indexed(node)
-    if rows is None or positions is None or value(rows).ndim != 2:
+    if rows is None or positions is None or value(rows).ndim < 2:
         return None
     # Row t of the result must be token t's: tried as in `_is_token_major`.
     looked_up, mode = value(node), detect_fake_mode(value(node))
+    columns = _product(value(rows).shape[1:])
     if mode is None:
         return None
     with mode:
@@ -520,13 +637,16 @@ def _lookup(rope: Rope, table: Table) -> _Lookup | None:
         moved = _applied(base, path)
         if moved is None:
             return None
-        moved = moved.permute(_order(moved.ndim, head))
-        flat = moved.reshape(-1, moved.shape[-1])
+        outer = moved.ndim - table.inner
+        moved = moved.flatten(-table.inner)
+        for _ in range(value(rope.x).ndim - 1 - outer):
+            moved = moved.unsqueeze(0)
+        flat = moved.permute(_order(moved.ndim, head)).flatten(0, -2)
         if flat._base is not base and flat is not base:
             return None
         count, width = flat.shape
-        whole = known(count * looked_up.shape[-1] == looked_up.numel())  # a row for each position
-        if not whole or (not known(count == 1) and not known(flat.stride(0) == value(rows).shape[1])):
+        whole = known(count * columns == looked_up.numel())  # a row for each position
+        if not whole or (not known(count == 1) and not known(flat.stride(0) == columns)):
             return None
         if not known(width == 1) and not known(flat.stride(1) == 1):
             return None

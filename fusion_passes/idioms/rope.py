@@ -18,6 +18,17 @@ from torch.fx import Graph, Node
 from fusion_passes import reference
 from fusion_passes.graph import RESHAPES, argument, aten, calls, is_tensor, same_shape, value
 from fusion_passes.idioms import Idiom, NearMiss
+from fusion_passes.idioms.lanes import (
+    Other,
+    Sum,
+    broadcast,
+    cat,
+    complex_product,
+    leaf_sum,
+    picked_range,
+    product,
+    split_range,
+)
 from fusion_passes.idioms.reading import (
     MULTIPLICATIONS,
     Unread,
@@ -45,26 +56,30 @@ SPLITS = (aten.split_with_sizes.default, aten.split.Tensor, aten.unbind.int)
 class Table:
     """Cosines or sines: some columns of a tensor that has one row for all heads of a token.
 
-    source: [..., columns] with the rank of x and one element where x has its heads; a complex one counts as having
-        the real and the imaginary part of each number in two columns, side by side.
+    source: [..., columns], which broadcasts to tokens and heads of x as torch does: it may have fewer dimensions.  A
+        complex one counts as having the real and the imaginary part of each number in two columns, side by side.
     start, width, step: the columns: `rotary_dim`, one for each dimension, or half of that, one for each pair; the
         distance between two of them is step.
+    inner: of the source's dimensions, how many hold the columns, flattened (a table of pairs has two).
     """
 
     source: Node
     start: int
     width: int
     step: int = 1
+    inner: int = 1
 
     def of(self, source: Tensor) -> Tensor:
         """The columns, from the value of the source."""
-        x = torch.view_as_real(source).flatten(-2) if source.is_complex() else source
+        x = torch.view_as_real(source).flatten(-2) if source.is_complex() else source.flatten(-self.inner)
         return x[..., self.start : self.start + self.width * self.step : self.step]
 
     def same(self, other: Table) -> bool:
         """True where both hold the same numbers: the same columns of one tensor, or of two computed alike."""
-        columns = (self.start, self.width, self.step) == (other.start, other.width, other.step)
-        return columns and _computed_alike(self.source, other.source)
+        columns = (self.start, self.width, self.step, self.inner)
+        return columns == (other.start, other.width, other.step, other.inner) and _computed_alike(
+            self.source, other.source
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,13 +156,11 @@ def recognize(graph: Graph) -> Iterator[Rope | NearMiss]:
 def _read(node: Node) -> Rope | None:
     if not _may_be(node):
         return None
-    if calls(node, aten.cat.default) and all(calls(user, *RESHAPES) and _may_be(user) for user in node.users):
-        return None  # pairs, side by side in a dimension of their own: the reshape is read
     if fixed(value(node).shape[-1]) is None:
         return None
     try:
         return _Reading(node, value(node).ndim - 1).rope()
-    except _Other:
+    except Other:
         return None
 
 
@@ -162,55 +175,22 @@ def _may_be(node: Node) -> bool:
         return False
     parts = node.all_input_nodes
     if calls(node, *RESHAPES):
-        return calls(parts[0], aten.view_as_real.default) or (calls(parts[0], aten.cat.default) and _may_be(parts[0]))
+        real = calls(parts[0], aten.view_as_real.default)
+        return _joins_pairs(node) and (real or (calls(parts[0], aten.cat.default) and _may_be(parts[0])))
     return len(parts) <= 4 and any(
         calls(_below_casts(x, *_RESHAPES, *_COPIES), aten.sub.Tensor, aten.add.Tensor, aten.cat.default) for x in parts
     )
+
+
+def _joins_pairs(node: Node) -> bool:
+    """True for a reshape that makes the last dimension of others, as of pairs that lie side by side."""
+    return calls(node, *RESHAPES) and not known(value(node).shape[-1] == value(node.all_input_nodes[0]).shape[-1])
 
 
 def _below_casts(node: object, *also: object) -> object:
     while isinstance(node, Node) and (is_cast(node) or calls(node, *also)) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
-
-
-class _Other(Exception):
-    """This is something else than a rotary embedding."""
-
-
-@dataclass(frozen=True)
-class _Term:
-    """A summand in every dimension: a coefficient, 0 where it is absent, times one dimension of each factor."""
-
-    coefficients: list[float]
-    factors: tuple[tuple[Node, list[int]], ...]
-
-    def at(self, indices: list[int]) -> _Term:
-        """In other dimensions, in other order."""
-        factors = tuple((leaf, [lanes[i] for i in indices]) for leaf, lanes in self.factors)
-        return _Term([self.coefficients[i] for i in indices], factors)
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """What a node holds in its inner dimensions, flattened: a sum of terms."""
-
-    inner: tuple[int, ...]
-    terms: tuple[_Term, ...]
-
-    def at(self, indices: list[int], inner: tuple[int, ...]) -> _Sum:
-        return _Sum(inner, tuple(term.at(indices) for term in self.terms))
-
-    def holds(self, leaf: Node) -> bool:
-        return any(factor is leaf for term in self.terms for factor, _ in term.factors)
-
-    def shaped(self, inner: tuple[int, ...]) -> _Sum:
-        return _Sum(inner, self.terms)
-
-    def times(self, factor: float) -> _Sum:
-        return _Sum(
-            self.inner, tuple(_Term([c * factor for c in term.coefficients], term.factors) for term in self.terms)
-        )
 
 
 class _Reading:
@@ -224,8 +204,10 @@ class _Reading:
         self.outer = outer
         self.shape = value(root).shape[:outer]
         self.nodes: set[Node] = set()
-        self.known: dict[Node, _Sum] = {}
+        self.known: dict[Node, Sum] = {}
         self.ends: dict[Node, Node] = {}
+        self.leaves: dict[Node, int] = {}
+        """What is read no further, and how many of its dimensions are inner ones."""
 
     def rope(self) -> Rope | None:
         self._find_ends(self.root, 0)
@@ -260,9 +242,11 @@ class _Reading:
 
     def _operands(self, node: Node) -> tuple[Node, ...]:
         """The tensors that a step of the walk goes on to; none where the walk ends."""
+        if calls(node, aten.neg.default):
+            return (node.all_input_nodes[0],)
         if not self._is_of_tokens_and_heads(node):
             return ()
-        if calls(node, aten.add.Tensor, aten.sub.Tensor, *MULTIPLICATIONS, aten.neg.default):
+        if calls(node, aten.add.Tensor, aten.sub.Tensor, *MULTIPLICATIONS):
             return tuple(x for x in node.args[:2] if isinstance(x, Node) and is_tensor(x))
         if calls(node, aten.cat.default) and self._inner_dim(node, 1) is not None:
             return tuple(node.all_input_nodes)
@@ -321,49 +305,67 @@ class _Reading:
     def _split_dim(self, split: Node) -> int | None:
         return self._inner_dim(split, 1 if calls(split, aten.unbind.int) else 2)
 
-    def _sum(self, node: Node, depth: int = 0) -> _Sum:
+    def _sum(self, node: Node, depth: int = 0) -> Sum:
         """What a node holds in its inner dimensions."""
         if node not in self.known:
             if not self._is_outer(node) or depth > MAX_DEPTH:
-                raise _Other
+                raise Other
             found = None if node in self.ends else self._step(node, depth)
             if found is None:
-                inner = self._inner(node)
-                count = math.prod(inner)
-                leaf = self.ends.get(node, node)
-                found = _Sum(inner, (_Term([1.0] * count, ((leaf, list(range(count))),)),))
+                found = self._leaf(self.ends.get(node, node), self._inner(node))
             else:
                 self.nodes.add(node)
             if len(found.terms) > MAX_TERMS:
-                raise _Other
+                raise Other
             self.known[node] = found
         return self.known[node]
 
-    def _step(self, node: Node, depth: int) -> _Sum | None:
+    def _leaf(self, leaf: Node, inner: tuple[int, ...]) -> Sum:
+        if self.leaves.setdefault(leaf, len(inner)) != len(inner):
+            raise Other
+        return leaf_sum(leaf, inner)
+
+    def _of_lower_rank(self, x: Node, node: Node) -> Sum:
+        """An operand with fewer dimensions than the result `node`: a table, of which torch aligns the last ones."""
+        shape = value(x).shape
+        count = min(len(shape), value(node).ndim - self.outer)
+        outer, inner = shape[: len(shape) - count], [fixed(size) for size in shape[len(shape) - count :]]
+        aligned = zip(outer, self.shape[self.outer - len(outer) :], strict=True)
+        if not is_high_precision(x) or not all(known(a == b) or known(a == 1) for a, b in aligned):
+            raise Other
+        if count == 0 or None in inner:
+            raise Other
+        return self._leaf(x, tuple(size for size in inner if size is not None))
+
+    def _step(self, node: Node, depth: int) -> Sum | None:
         """From the operands of a node; None where the walk ends."""
 
-        def read(x: Node) -> _Sum:
+        def read(x: Node) -> Sum:
             return self._sum(x, depth + 1)
+
+        def operand(x: Node) -> Sum:
+            return self._of_lower_rank(x, node) if value(x).ndim < value(node).ndim else read(x)
 
         if (turned := _turned_pairs(node)) is not None:
             _, pairs, by = turned
-            return _complex_product(read(pairs.all_input_nodes[0]), by, self._inner(node))
+            self.leaves[by] = 1
+            return complex_product(read(pairs.all_input_nodes[0]), by, self._inner(node))
         if is_cast(node):
             return read(node.all_input_nodes[0])
         if (source := self._inner_view(node)) is not None:
             return read(source).shaped(self._inner(node))
         if calls(node, aten.expand.default) and self._is_outer(node.all_input_nodes[0]):
             (source,) = node.all_input_nodes[:1]
-            return _broadcast(read(source), self._inner(node)) if value(source).ndim == value(node).ndim else None
+            return broadcast(read(source), self._inner(node)) if value(source).ndim == value(node).ndim else None
         if (source := self._picked(node)) is not None:
             indices = self._picked_indices(node, self._inner(source))
             return None if indices is None else read(source).at(indices, self._inner(node))
         if calls(node, aten.cat.default) and (dim := self._inner_dim(node, 1)) is not None:
-            return _cat([read(part) for part in node.args[0]], dim)  # type: ignore[arg-type, union-attr]
-        if not self._is_of_tokens_and_heads(node):
-            return None  # a table, however it was computed
+            return cat([read(part) for part in node.args[0]], dim)  # type: ignore[arg-type, union-attr]
         if calls(node, aten.neg.default):
             return read(node.all_input_nodes[0]).times(-1.0)
+        if not self._is_of_tokens_and_heads(node):
+            return None  # a table, however it was computed
         if calls(node, *MULTIPLICATIONS):
             left, right = node.args[:2]
             if number(left) is not None:
@@ -371,26 +373,26 @@ class _Reading:
             if isinstance(left, Node) and (factor := number(right)) is not None:
                 return read(left).times(factor)
             if isinstance(left, Node) and isinstance(right, Node):
-                return _product(read(left), read(right), self._inner(node))
+                return product(operand(left), operand(right), self._inner(node))
         if calls(node, aten.add.Tensor, aten.sub.Tensor) and argument(node, 2, "alpha", 1) == 1:
             left, right = node.args[:2]
             if isinstance(left, Node) and isinstance(right, Node):
                 inner = self._inner(node)
-                second = read(right) if calls(node, aten.add.Tensor) else read(right).times(-1.0)
-                return _Sum(inner, _broadcast(read(left), inner).terms + _broadcast(second, inner).terms)
+                second = operand(right) if calls(node, aten.add.Tensor) else operand(right).times(-1.0)
+                return Sum(inner, broadcast(operand(left), inner).terms + broadcast(second, inner).terms)
         return None
 
     def _picked_indices(self, node: Node, inner: tuple[int, ...]) -> list[int] | None:
         """Which of the flattened inner dimensions of its source a node holds, in order."""
         if calls(node, aten.slice.Tensor, aten.select.int):
             dim = self._inner_dim(node, 1)
-            picked = None if dim is None else _picked_range(node, inner[dim])
+            picked = None if dim is None else picked_range(node, inner[dim])
         else:
             split, which = node.args
             assert isinstance(split, Node)
             assert isinstance(which, int)
             dim = self._split_dim(split)
-            picked = None if dim is None else _split_range(split, which, inner[dim])
+            picked = None if dim is None else split_range(split, which, inner[dim])
         if dim is None or picked is None:
             return None
         block = math.prod(inner[dim + 1 :])
@@ -415,7 +417,9 @@ class _Reading:
         signs: list[float] = []
         for i in turned:
             split = [_apart(factors, x) for _, factors in lanes[i]]
-            (mine,) = [k for k, (lane, _) in enumerate(split) if lane == i] or (None,)
+            mine = next((k for k, (lane, _) in enumerate(split) if lane == i), None)
+            if mine is None and _are_pairs([[_apart(factors, x)[0] for _, factors in lanes[k]] for k in turned]):
+                raise Unread(self.root, "the dimensions come out in another order than they go in")
             if mine is None or split[1 - mine][0] == i:
                 return None  # a sum of products, and no dimension gets anything of another
             if lanes[i][mine][0] != 1.0 or abs(lanes[i][1 - mine][0]) != 1.0:
@@ -460,22 +464,24 @@ class _Reading:
     def _turned_tensor(self, products: list[list[tuple[Node, int]]]) -> Node | None:
         """The factor that all products have in common and that has a number for each head."""
         common = set.intersection(*({leaf for leaf, _ in factors} for factors in products))
+        common = {leaf for leaf in common if value(leaf).ndim - self.leaves[leaf] == self.outer}
         common = {leaf for leaf in common if self._is_of_tokens_and_heads(leaf)}
         # With one head a table is not told from x by its shape.
         return min(common, key=lambda leaf: (_is_looked_up(leaf), leaf), default=None)
 
     def _table(self, name: str, picked: list[tuple[Node, int]], interleaved: bool) -> Table:
         sources = {leaf for leaf, _ in picked}
-        if len(sources) != 1 or len(self._inner(leaf := min(sources))) != 1:
+        leaf = min(sources)
+        if len(sources) != 1:
             raise Unread(self.root, f"{name} is put together from {len(sources)} tensors")
         columns = [lane for _, lane in picked]
         start, width = columns[0], len(columns)
         if columns == list(range(start, start + width)):
-            return Table(leaf, start, width)
+            return Table(leaf, start, width, inner=self.leaves[leaf])
         half = width // 2
         for step in (1, 2):
             if columns == [start + step * (i // 2 if interleaved else i % half) for i in range(width)]:
-                return Table(leaf, start, half, step)
+                return Table(leaf, start, half, step, self.leaves[leaf])
         raise Unread(self.root, f"the columns of {name} are not in the order of the dimensions of x")
 
 
@@ -485,31 +491,22 @@ def _apart(factors: list[tuple[Node, int]], x: Node) -> tuple[int, tuple[Node, i
     return (first[1], second) if first[0] is x else (second[1], first)
 
 
+def _are_pairs(partners: list[list[int]]) -> bool:
+    """True where two dimensions each, and no other ones, are made of the same two."""
+    pairs = [tuple(sorted(pair)) for pair in partners]
+    return all(a != b and pairs.count((a, b)) == 2 for a, b in pairs) and len(
+        {i for pair in pairs for i in pair}
+    ) == len(pairs)
+
+
 def _turned_pairs(node: Node) -> tuple[Node, Node, Node] | None:
     """(product, pairs, factors) where `node` is `view_as_real(view_as_complex(pairs) * factors)`."""
     product = node.args[0] if calls(node, aten.view_as_real.default) else None
     if isinstance(product, Node) and calls(product, aten.mul.Tensor):
         for pairs, by in (product.args[:2], product.args[1::-1]):
             if calls(pairs, aten.view_as_complex.default) and isinstance(pairs, Node) and isinstance(by, Node):
-                return (product, pairs, by) if is_tensor(by) and value(by).ndim == value(product).ndim else None
+                return (product, pairs, by) if is_tensor(by) and value(by).ndim <= value(product).ndim else None
     return None
-
-
-def _complex_product(pairs: _Sum, by: Node, inner: tuple[int, ...]) -> _Sum:
-    """Pairs [half, 2] times complex numbers [half], whose parts count as the columns 2 i and 2 i + 1."""
-    if pairs.inner != inner or len(inner) != 2 or fixed(value(by).shape[-1]) != inner[0]:
-        raise _Other
-    lanes = range(2 * inner[0])
-    others = pairs.at([i ^ 1 for i in lanes], inner)
-    terms = []
-    for held, part, sign in ((pairs, 0, 1.0), (others, 1, -1.0)):
-        for term in held.terms:
-            if len(term.factors) > 1:
-                raise _Other
-            factors = (*term.factors, (by, [i - i % 2 + part for i in lanes]))
-            coefficients = [c * (sign if i % 2 == 0 else 1.0) for i, c in zip(lanes, term.coefficients, strict=True)]
-            terms.append(_Term(coefficients, factors))
-    return _Sum(inner, tuple(terms))
 
 
 def _is_looked_up(node: Node) -> bool:
@@ -517,91 +514,6 @@ def _is_looked_up(node: Node) -> bool:
     while calls(node, *_RESHAPES, *_COPIES, aten.slice.Tensor, aten.expand.default) or is_cast(node):
         node = node.all_input_nodes[0]
     return calls(node, aten.index.Tensor, aten.embedding.default, aten.index_select.default, aten.cos.default)
-
-
-def _picked_range(node: Node, size: int) -> range | None:
-    """What a slice or a select takes of a dimension of this size; None where it is not known."""
-    if calls(node, aten.select.int):
-        at = argument(node, 2, "index")
-        return range(at % size, at % size + 1) if isinstance(at, int) else None
-    bounds: list[int | None] = []
-    for x in (argument(node, 2, "start"), argument(node, 3, "end"), argument(node, 4, "step", 1)):
-        if x is not None and not isinstance(x, int):
-            return None
-        bounds.append(x)
-    return range(size)[slice(*bounds)]
-
-
-def _split_range(split: Node, which: int, size: int) -> range | None:
-    """The same for a part of a split."""
-    if calls(split, aten.unbind.int):
-        return range(which % size, which % size + 1)
-    sizes = argument(split, 1, "split_sizes")
-    if isinstance(sizes, int):
-        return range(size)[which * sizes : (which + 1) * sizes]
-    if not isinstance(sizes, (list, tuple)) or not all(isinstance(x, int) for x in sizes):
-        return None
-    start = sum(sizes[:which])
-    return range(start, start + sizes[which])
-
-
-def _broadcast(x: _Sum, inner: tuple[int, ...]) -> _Sum:
-    if x.inner == inner:
-        return x
-    padded = (1,) * (len(inner) - len(x.inner)) + x.inner
-    if len(padded) != len(inner) or any(a not in (1, b) for a, b in zip(padded, inner, strict=True)):
-        raise _Other
-    indices = [0]
-    for size, wanted in zip(padded, inner, strict=True):
-        indices = [at * size + (i if size > 1 else 0) for at in indices for i in range(wanted)]
-    return x.at(indices, inner)
-
-
-def _cat(parts: list[_Sum], dim: int) -> _Sum:
-    """Terms side by side: one that a part does not have is 0 there."""
-    inner = list(parts[0].inner)
-    if any(len(part.inner) != len(inner) or part.inner[:dim] != parts[0].inner[:dim] for part in parts):
-        raise _Other
-    inner[dim] = sum(part.inner[dim] for part in parts)
-    blocks = [math.prod(part.inner[dim:]) for part in parts]
-    if math.prod(inner[:dim]) * sum(blocks) != math.prod(inner):
-        raise _Other
-    rows: list[tuple[list[Node], dict[int, _Term]]] = []  # terms of the same leaves, by the part that has them
-    for at, part in enumerate(parts):
-        for term in part.terms:
-            leaves = [leaf for leaf, _ in term.factors]
-            row = next((row for same, row in rows if same == leaves and at not in row), None)
-            if row is None:
-                rows.append((leaves, {at: term}))
-            else:
-                row[at] = term
-    terms = []
-    for leaves, row in rows:
-        coefficients: list[float] = []
-        lanes: list[list[int]] = [[] for _ in leaves]
-        for outer in range(math.prod(inner[:dim])):
-            for at, block in enumerate(blocks):
-                span = slice(outer * block, (outer + 1) * block)
-                coefficients += row[at].coefficients[span] if at in row else [0.0] * block
-                for k, lane in enumerate(lanes):
-                    lane += row[at].factors[k][1][span] if at in row else [0] * block
-        terms.append(_Term(coefficients, tuple(zip(leaves, lanes, strict=True))))
-    return _Sum(tuple(inner), tuple(terms))
-
-
-def _product(left: _Sum, right: _Sum, inner: tuple[int, ...]) -> _Sum:
-    left, right = _broadcast(left, inner), _broadcast(right, inner)
-    terms = []
-    for a in left.terms:
-        for b in right.terms:
-            if len(a.factors) + len(b.factors) > 2:
-                raise _Other
-            # In one order, so that equal products are told as equal.
-            factors = sorted((*a.factors, *b.factors), key=lambda factor: factor[0])
-            coefficients = [x * y for x, y in zip(a.coefficients, b.coefficients, strict=True)]
-            if any(coefficients):
-                terms.append(_Term(coefficients, tuple(factors)))
-    return _Sum(inner, tuple(terms))
 
 
 def _rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -622,6 +534,12 @@ def _heads_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-x2, x1), -1) * sin).squeeze(0).transpose(0, 1)
 
 
+def _heads_first_with_rows(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x, cos, sin = x.transpose(0, 1), torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return (x * cos + torch.cat((-x2, x1), -1) * sin).transpose(0, 1)
+
+
 def _halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
     x1, x2 = x.chunk(2, -1)
@@ -634,6 +552,12 @@ def _halves_in_fp32(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1).to(x.dtype)
 
 
+def _halves_of_sequences(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos[None, :, None], sin[None, :, None]
+    x1, x2 = x[None].chunk(2, -1)
+    return torch.cat((x1 * cos + x2 * -sin, x2 * cos + x1 * sin), -1).flatten(0, 1)
+
+
 def _neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None], sin[:, None]
     x1, x2 = x[..., ::2], x[..., 1::2]
@@ -644,6 +568,14 @@ def _neighbours_of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2 = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1).reshape(x.shape).to(x.dtype)
+
+
+def _neighbours_by_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turns = torch.stack((cos, sin), -1)[:, None]
+    pairs = x.float().reshape(*x.shape[:-1], -1, 2)
+    first = pairs[..., 0] * turns[..., 0] - pairs[..., 1] * turns[..., 1]
+    second = pairs[..., 1] * turns[..., 0] + pairs[..., 0] * turns[..., 1]
+    return torch.stack((first, second), -1).flatten(-2).to(x.dtype)
 
 
 def _complex_numbers(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -682,10 +614,13 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "rotate_half": _rotate_half,
     "rotate_half of chunks, in fp32": _rotate_half_of_chunks,
     "rotate_half, heads first": _heads_first,
+    "rotate_half, heads first, tables without heads": _heads_first_with_rows,
     "halves": _halves,
     "halves in fp32": _halves_in_fp32,
+    "halves in a dimension of sequences": _halves_of_sequences,
     "neighbours": _neighbours,
     "neighbours as pairs": _neighbours_of_pairs,
+    "neighbours, turned by a table of pairs": _neighbours_by_pairs,
     "neighbours as complex numbers": _complex_numbers,
     "rotate_every_two": _rotate_every_two,
     "the first dimensions": _first_dimensions,
