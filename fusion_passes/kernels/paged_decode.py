@@ -515,8 +515,14 @@ def launch(
     group_size = 0 if out_scales is None else query.numel() // out_scales.numel()
     # The stride of a dimension of size 1 may be anything; it must not make another kernel.
     q_strides = [stride if size > 1 else head_dim for stride, size in zip(query.stride(), query.shape, strict=True)]
-    common = {"KV_HEADS": kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "GROUP_SIZE": group_size, "EARLY": early}
-    common |= {"SMALLEST_SCALE": smallest_scale}
+    common = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "GROUP_SIZE": group_size,
+        "SMALLEST_SCALE": smallest_scale,
+        "EARLY": early,
+    }
     _split[(kv_heads * config.row_blocks, config.splits, seqs)](
         out,
         out_scales,

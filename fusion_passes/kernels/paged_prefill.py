@@ -428,8 +428,13 @@ def launch(
 
     That one multiplies FP8 with FP8, so a query to be quantised is quantised before.
     """
-    options = {"scale": scale, "window": window, "softcap": softcap, "longer_than": longer_than}
-    options |= {"smallest_scale": smallest_scale}
+    options = {
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "smallest_scale": smallest_scale,
+        "longer_than": longer_than,
+    }
     scales = (q_scale, k_scale, v_scale, prob_scale, output_scale)
     rest = (key_cache, value_cache, block_table, query_start, seq_lens, *scales, sinks)
     tokens, heads, head_dim = query.shape

@@ -4,7 +4,6 @@ The two caches are changed in place, and declared so: whatever reads them later 
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,11 +79,12 @@ class KVCacheWriteArguments:
     v_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        validate(self.key, self.value, self.key_cache, self.value_cache, self.slot_mapping, self.k_scale, self.v_scale)
+        validate(*self.tensors)
 
-    def run(self, write: Callable[..., None]) -> None:
-        """Call `write` with the op's tensors, in the order of its schema."""
-        write(
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """All of them, in order."""
+        return (
             *(self.key, self.value, self.key_cache, self.value_cache, self.slot_mapping),
             *(self.k_scale, self.v_scale),
         )
@@ -100,7 +100,7 @@ def _fake(a: KVCacheWriteArguments) -> None:
 
 def _cpu(a: KVCacheWriteArguments) -> None:
     a.check_values()
-    a.run(reference.kv_cache_write)
+    reference.kv_cache_write(*a.tensors)
 
 
 def _cuda(a: KVCacheWriteArguments) -> None:
@@ -109,9 +109,9 @@ def _cuda(a: KVCacheWriteArguments) -> None:
     if has_kernel(a.key, a.key_cache):
         from fusion_passes.kernels.rope_quant_kv_write import launch_write
 
-        a.run(launch_write)
+        launch_write(*a.tensors)
     else:
-        a.run(scatter)
+        scatter(*a.tensors)
 
 
 def has_kernel(key: Tensor, key_cache: Tensor) -> bool:
