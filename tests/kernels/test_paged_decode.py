@@ -4,9 +4,6 @@ Every cache is full of NaN where no token is, every output memory before it is w
 """
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from fusion_passes import reference
 from fusion_passes.kernels.paged_decode import Plan, launch, plan
 from fusion_passes.ops.paged_attention import PagedAttentionArguments, _kernels
 from fusion_passes.quant import FP8_DTYPES, QuantSpec, choose_scale, codes, quantize
+from tests.kernels import hopper
 
 # Infinities and NaN are numbers here; NumPy, in the interpreter, warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -278,26 +276,8 @@ def test_plan():
 
 
 COMPILE = """
-import pathlib, re, subprocess, sys, tempfile
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 from fusion_passes.kernels.paged_decode import _combine, _split, plan
-
-TOOL = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-
-def build(kernel, fixed, pointers, **options):
-    given = {n: "constexpr" if n in fixed else pointers.get(n, "i32") for n in kernel.arg_names}
-    strides = ("q_token", "q_head", "k_page", "k_head", "k_key", "v_page", "v_head", "v_key")
-    whole = [n for n, t in given.items() if t[0] == "*" or n in strides]
-    attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in whole}
-    made = compile(ASTSource(kernel, given, fixed, attributes), target=GPUTarget("cuda", 90, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        use = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(re.search(rf"{name}:(\\d+)", use)[1]) for name in ("REG", "STACK"))
-    return registers, stack, made.metadata.shared
+from tests.kernels.hopper import build, resources
 
 scales = [name + "_scale_ptr" for name in ("q", "k", "v", "prob", "output")]
 common = dict.fromkeys(scales + ["lse_ptr"], "*fp32")
@@ -321,20 +301,18 @@ for head_dim, dtype, seqs, tokens, page in (
     if wide:
         pointers["part_ptr"] = "*fp32"
     options = dict(num_warps=p.num_warps, num_stages=p.num_stages, maxnreg=p.most_registers)
-    print(p.num_warps, p.programs, *build(_split, fixed, pointers, **options))
-print(1, 1, *build(_combine, shape | dict(HEAD_DIM=128, BLOCK_S=8, BLOCK_D=128), common, num_warps=1))
+    print(p.num_warps, p.programs, *resources(build(_split, fixed, pointers, **options)))
+print(1, 1, *resources(build(_combine, shape | dict(HEAD_DIM=128, BLOCK_S=8, BLOCK_D=128), common, num_warps=1)))
 """
 
 
 def test_what_a_plan_counts_on_fits_on_a_hopper_processor():
     """Compiled, with what the interpreter takes and the compiler does not: registers and shared memory of so many
     programs, next to nothing spilled."""
-    environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 10
-    for line in done.stdout.splitlines():
-        warps, programs, registers, stack, shared = map(int, line.split())
+    lines = hopper.run(COMPILE)
+    assert len(lines) == 10
+    for line in lines:
+        warps, programs, registers, stack, shared = map(int, line)
         assert stack <= 32  # bytes of a thread; Triton 3.7 needs 24 once, 3.6 none
         assert programs * warps * 32 * (-(-registers // 8) * 8) <= 65536
         assert programs * (shared + 1024) <= 228 * 1024

@@ -1,9 +1,5 @@
 """The kernel of rope_quant_kv_write and kv_cache_write against the fp32 reference. On a card if there is one."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -12,6 +8,7 @@ from fusion_passes.kernels import rope_quant_kv_write as kernel
 from fusion_passes.nn import PagedKVCache
 from fusion_passes.ops import kv_cache_write, rope_quant_kv_write
 from fusion_passes.quant import FP8_DTYPES, codes, quantize
+from tests.kernels import hopper
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
@@ -201,10 +198,8 @@ def test_a_cache_of_more_than_2_to_the_31_elements():
 
 
 COMPILE = """
-import sys
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 from fusion_passes.kernels.rope_quant_kv_write import _rope_quant_kv_write as kernel
+from tests.kernels.hopper import build
 
 pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "cos_ptr", "sin_ptr"), "*bf16")
 pointers |= dict.fromkeys(("out_ptr", "key_cache_ptr", "value_cache_ptr"), "*fp8e4nv")
@@ -221,12 +216,7 @@ kinds = {
     "neighbours": dict(INTERLEAVED=True, WIDE=True, HALF=32, BLOCK_HALF=32),
 }
 for name, changes in kinds.items():
-    fixed = constants | changes
-    given = {n: "constexpr" if n in fixed else pointers.get(n, "i32") for n in kernel.arg_names}
-    given["q_scale_factor"] = "fp32"
-    whole = [i for i, n in enumerate(kernel.arg_names) if given[n] != "constexpr" and n not in ("rows", "slots")]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in whole if given[kernel.arg_names[i]] != "fp32"}
-    made = compile(ASTSource(kernel, given, fixed, attributes), target=GPUTarget("cuda", 90, 32))
+    made = build(kernel, constants | changes, pointers | {"q_scale_factor": "fp32"})
     text = made.asm["ptx"]
     print(name, made.metadata.shared, "ld.global.v4" in text or ".v4.b32" in text, "st.local" in text)
 """
@@ -234,10 +224,7 @@ for name, changes in kinds.items():
 
 def test_it_compiles_for_hopper_with_wide_loads_and_without_shared_memory():
     """Each kind of call, with what the interpreter takes and the compiler does not."""
-    environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    write, halves, neighbours = (line.split() for line in done.stdout.splitlines())
+    write, halves, neighbours = hopper.run(COMPILE)
     assert write == ["write", "0", "True", "False"]
     assert halves == ["halves", "0", "True", "False"]
     assert neighbours[2:] == ["True", "False"]
