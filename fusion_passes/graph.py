@@ -1,4 +1,4 @@
-"""Reading a post-grad FX graph: what a node computes, what it is a view of, who sees it, what was written in between.
+"""Reading a post-grad FX graph: what a node computes, what it is a view of, who sees it, what it writes to.
 
 Everything here only looks.  Shapes are judged by the meta values that Inductor put on the nodes, never by the size
 arguments of a `reshape` (they go symbolic when a dimension does).  Every question about a symbolic size is asked with
@@ -193,18 +193,6 @@ def _writes(target: Any) -> bool:
         return bool(schema.is_mutable)
     name = getattr(target, "__name__", str(target))
     return "mutation" in name and "functional" not in name
-
-
-def written_between(first: Node, last: Node, inputs: Iterable[Node]) -> Node | None:
-    """The first node after `first` and before `last` that writes to the memory of one of `inputs`, or None."""
-    roots = {storage_root(n) for n in inputs}
-    node = first if first is last else first.next
-    while node is not last and node.op != "root":
-        writes = node.op == "call_function" and _writes(node.target)  # first: this is asked of every node
-        if writes and any(storage_root(written) in roots for written in mutated_nodes(node)):
-            return node
-        node = node.next
-    return None
 
 
 def source_line(node: Node) -> str:

@@ -3,6 +3,9 @@
 Before post-grad passes run, torch moves nodes towards what uses them, and a read of a KV cache can come behind a write
 that it preceded in the program.  The graph is functional, so that is right; but to write in place Inductor must then
 keep the old values, and copies the whole cache, there and back.
+
+Only reads by kernels are moved: an op that Inductor does not look into, such as attention over the cache, reads where
+it stands.  A pointwise read would stay pending, and see what was written (`effects`): there the copy stays.
 """
 
 from __future__ import annotations
@@ -13,9 +16,8 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
+from fusion_passes.effects import META_ONLY, Effects, memory, overwritten
 from fusion_passes.graph import aten, calls, is_functionalized, is_view, mutated_nodes
-
-META_ONLY = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default)
 
 
 @dataclass(frozen=True)
@@ -26,19 +28,17 @@ class Reordered:
     reads: tuple[Node, ...]
 
 
-def reads_before_writes(graph: Graph) -> list[Reordered]:
-    """Move each read of a value that is written later, with what it is computed from, in front of the write.
+def reads_before_writes(graph: Graph, effects: Effects) -> list[Reordered]:
+    """Move each kernel that reads a value which is written later, with what it is computed from, in front of the write.
 
-    Where one of the reads needs what was written, a copy is needed anyway, and nothing is moved.
+    Nothing is moved, and the copy stays, where a read needs what was written; where it is not a kernel's; or where some
+    read, of this memory or another, would then be pending across a write.
     """
     found = []
     for write in [node for node in graph.nodes if is_functionalized(node)]:
-        late = [user for base in _bases(write) for user in _readers(base) if write < user]
-        if not late:
-            continue
-        behind = _depending(write)
+        late = [user for base in overwritten(write) for user in _readers(base) if write < user]
         moved = sorted(_ancestors_behind(write, late))
-        if any(node in behind or _has_effects(node) for node in moved):
+        if not late or not _may_move(moved, late, write, effects):
             continue
         for node in moved:
             write.prepend(node)
@@ -46,14 +46,26 @@ def reads_before_writes(graph: Graph) -> list[Reordered]:
     return found
 
 
-def _bases(write: Node) -> list[Node]:
-    """The values that the op overwrites."""
-    bases = write.kwargs.get("_all_bases")
-    if isinstance(bases, (list, tuple)):
-        return [base for base in bases if isinstance(base, Node)]
-    schema = write.args[0]._schema  # type: ignore[union-attr]
-    written = [write.kwargs.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [base for base in written if isinstance(base, Node)]
+def _may_move(moved: list[Node], late: list[Node], write: Node, effects: Effects) -> bool:
+    """True where `moved`, among them the reads `late`, mean the same in front of `write`."""
+    behind = _depending(write)
+    if any(node in behind or _has_effects(node, effects) for node in moved):
+        return False
+    if any(effects.inlined(node) and not _is_alias(node) for node in late):
+        return False
+    overwrites = effects.writes([write])
+    for node in moved:
+        if effects.inlined(node) and not _is_alias(node):
+            reads = effects.reads(node)
+            if reads & overwrites or any(effects.writers(reads, write, node)):
+                return False
+    # Without the copy, what was pending across the write with it is no longer safe.
+    return effects.pending(overwrites, write, leaving=moved) is None
+
+
+def _is_alias(node: Node) -> bool:
+    """True for a view: it reads nothing itself."""
+    return bool(node.all_input_nodes) and memory(node) is memory(node.all_input_nodes[0])
 
 
 def _readers(value: Node) -> Iterator[Node]:
@@ -98,5 +110,6 @@ def _ancestors_behind(write: Node, nodes: list[Node]) -> set[Node]:
     return found
 
 
-def _has_effects(node: Node) -> bool:
-    return node.op == "output" or any(mutated_nodes(node)) or node.is_impure()
+def _has_effects(node: Node, effects: Effects) -> bool:
+    writes = effects.writes([node]) or any(mutated_nodes(node))
+    return node.op == "output" or bool(writes) or node.is_impure()

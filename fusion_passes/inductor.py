@@ -118,6 +118,18 @@ def patched(manager: CustomGraphPass) -> AbstractContextManager[None]:
     )
 
 
+def may_inline(target: object) -> bool:
+    """False for a call that is sure to be a kernel of its own, which realises its inputs where it stands: an op that
+    Inductor has no lowering for.  Anything else may be computed later, by what uses it."""
+    from torch._inductor.lowering import fallbacks, lowerings
+
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return not target.name().startswith(("auto_functionalized", "triton_kernel_wrapper"))
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    return target in lowerings and target not in fallbacks
+
+
 def reports_dir() -> Path | None:
     """Where reports are kept beside the compiled code; None where nothing is cached."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir

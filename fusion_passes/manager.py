@@ -22,13 +22,22 @@ from torch.fx import Graph, Node
 from fusion_passes import compiled, custom_ops, inductor
 from fusion_passes.config import PassConfig, Profitability, Switch
 from fusion_passes.debug import GraphDump
+from fusion_passes.effects import Effects
 from fusion_passes.fusions import FUSIONS
 from fusion_passes.graph import place
 from fusion_passes.idioms import Idioms, NearMiss, recognize
 from fusion_passes.idioms.reading import made_by, op_name
 from fusion_passes.in_place import reads_before_writes
 from fusion_passes.report import GraphReport, Miss, Report, RequiredFusionError, Site
-from fusion_passes.rewrite import Insertion, check_side_effects, early_readers, erase_dead, move_behind, replacements
+from fusion_passes.rewrite import (
+    Insertion,
+    check_order,
+    check_readers,
+    early_readers,
+    erase_dead,
+    move_behind,
+    replacements,
+)
 from fusion_passes.rule import DeclinedError, Level, Match, MatchStatus, Rule
 
 log = logging.getLogger("fusion_passes")
@@ -103,6 +112,7 @@ class PostGradPassManager(inductor.CustomGraphPass):
         taken: set[Node] = set()
         places: set[Node] = set()
         replaced: dict[Node, Node] = {}
+        effects = Effects(idioms.graph, inductor.may_inline)
         for rule in self.rules:
             if taken:  # what the rule before has made may be another rule's place
                 erase_dead(taken)
@@ -120,24 +130,27 @@ class PostGradPassManager(inductor.CustomGraphPass):
                 places |= m.nodes
                 where = place(m.site)
                 what = _text(rule, m)
-                status, reason = self._apply(rule, m, idioms.graph, replaced)
+                status, reason = self._apply(rule, m, idioms.graph, replaced, effects)
                 sites.append(Site(rule.name, status, reason, where, what))
                 if status is MatchStatus.FUSED:
                     taken |= m.nodes
         return sites, taken, places, idioms
 
-    def _apply(self, rule: Rule[Any], m: Match, graph: Graph, replaced: dict[Node, Node]) -> tuple[MatchStatus, str]:
+    def _apply(
+        self, rule: Rule[Any], m: Match, graph: Graph, replaced: dict[Node, Node], effects: Effects
+    ) -> tuple[MatchStatus, str]:
         """Decide about one match and rewrite it.  Whatever goes wrong, the graph is as before."""
         status = MatchStatus.ILLEGAL
         insertion = Insertion(graph, m.outputs, replaced)
         try:
             rule.legality(m)  # first: its sentences say more
-            check_side_effects(m)
+            check_readers(m)
             if self.config.profitability is Profitability.MEASURED:
                 status = MatchStatus.UNPROFITABLE
                 rule.profitability(m)
                 status = MatchStatus.ILLEGAL
             new = replacements(m, rule.replacement(m, insertion.call))
+            check_order(m, new, insertion, effects)
         except Exception as error:
             insertion.undo()
             return status, _sentence(error)
@@ -145,13 +158,14 @@ class PostGradPassManager(inductor.CustomGraphPass):
         for output, result in new.items():
             output.replace_all_uses_with(result)
         replaced.update(new)
+        effects.replaced(m.nodes, insertion.nodes, new.values())
         return MatchStatus.FUSED, ""
 
     def _in_place(self, graph: Graph) -> Iterator[Site]:
         """Spare Inductor the copies that it makes for the sake of an order that nobody needs."""
         if not self.config.in_place_writes or self.config.level is Level.O0:
             return
-        for done in reads_before_writes(graph):
+        for done in reads_before_writes(graph, Effects(graph, inductor.may_inline)):
             reads = ", ".join(sorted({op_name(made_by(read)) for read in done.reads}))
             what = f"{op_name(done.write)} in place: {reads} of what was there before comes first"
             yield Site("in_place_writes", MatchStatus.MOVED, "", place(done.write), what)

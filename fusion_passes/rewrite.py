@@ -12,6 +12,7 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
+from fusion_passes.effects import Effects, source_of
 from fusion_passes.graph import (
     mutated_nodes,
     outside_users,
@@ -19,7 +20,6 @@ from fusion_passes.graph import (
     same_shape,
     target_name,
     value,
-    written_between,
 )
 from fusion_passes.rule import DeclinedError, Match
 
@@ -58,6 +58,15 @@ class Insertion:
         node.meta.update({key: self.output.meta[key] for key in PROVENANCE if key in self.output.meta})
         return node
 
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """What was added."""
+        return tuple(self._added)
+
+    def reads(self) -> set[Node]:
+        """What the added nodes read that was in the graph before."""
+        return {source for node in self._added for source in node.all_input_nodes} - {*self._added}
+
     def undo(self) -> None:
         """Erase all added nodes."""
         for node in reversed(self._added):
@@ -83,15 +92,13 @@ def _value(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return (*result, *copies) if isinstance(result, tuple) else (result, *copies)
 
 
-def check_side_effects(m: Match) -> None:
-    """Decline where something that the fusion removes is read elsewhere, or where something that it reads later than
-    the graph does is written to in between."""
+def check_readers(m: Match) -> None:
+    """Decline where something that the fusion removes is read elsewhere, or outputs are needed for each other."""
     for node, user in outside_users(m.nodes, m.outputs):
         raise DeclinedError(
             f"{node.name} ({target_name(node)}) is also read by {user.name} ({target_name(user)}): "
             "fusing would compute it twice"
         )
-    first, last = _first_reader(m), max(m.outputs)
     for node in m.inputs:
         if node in m.outputs:
             raise DeclinedError(
@@ -104,33 +111,68 @@ def check_side_effects(m: Match) -> None:
                 f"{node.name} ({target_name(node)}) is made of one output and needed for another: "
                 "the fused op computes all at once"
             )
-        if any(mutated_nodes(node)) or written_between(node, last, node.all_input_nodes) is not None:
+
+
+def check_order(m: Match, new: Mapping[Node, Node], insertion: Insertion, effects: Effects) -> None:
+    """Decline where the replacement might read something after it is written to, which the graph reads before, or
+    write before something else has read: see `effects`.
+
+    new: what `replacements` gives.
+    """
+    last = max(m.outputs)
+    early = early_readers(m)
+    for node in early:
+        reads = [source for source in node.all_input_nodes if source not in m.outputs]
+        if any(mutated_nodes(node)) or effects.writes([node]) or _written_between(reads, node, last, m, effects):
             raise DeclinedError(
                 f"{node.name} ({target_name(node)}) reads an output before {last.name} is computed, and what is "
                 "written in between keeps it there"
             )
-    if (writer := written_between(first, last, m.inputs)) is not None:
+    if not effects.any:
+        return
+    # An output that Inductor inlines is computed where it is used, not where it stands.
+    ends = (effects.last_use(output) for output, result in new.items() if effects.inlined(source_of(result)))
+    end = max(ends, default=last)
+    firsts = _first_readers(m)
+    for node in {*m.inputs, *insertion.reads()}:
+        first = firsts.get(node, min(m.nodes))
+        if (writer := _written_between([node], first, max(last, end), m, effects)) is not None:
+            raise DeclinedError(
+                f"{writer.name} ({target_name(writer)}) writes to an input between {first.name} and "
+                f"{max(last, end).name}"
+            )
+    overwrites = effects.writes(m.nodes)
+    if overwrites and (reader := effects.pending(overwrites, last, leaving=m.nodes, behind=early)) is not None:
         raise DeclinedError(
-            f"{writer.name} ({target_name(writer)}) writes to an input between {first.name} and {last.name}"
+            f"{reader.name} ({target_name(reader)}) reads what the fused op overwrites, and may be computed after it"
         )
 
 
-def _first_reader(m: Match) -> Node:
-    """The earliest node that reads one of the match's inputs on the way to its output: in the match, or in what
+def _written_between(nodes: Iterable[Node], first: Node, last: Node, m: Match, effects: Effects) -> Node | None:
+    """What is no part of the match and writes, behind `first` and before `last`, to what is read with `nodes`."""
+    bits = 0
+    for node in nodes:
+        bits |= effects.reads(node)
+    writers = (writer for writer in effects.writers(bits, first, last) if writer not in m.nodes)
+    return min(writers, default=None)
+
+
+def _first_readers(m: Match) -> dict[Node, Node]:
+    """For each input of the match the earliest node that reads it on the way to the output: in the match, or in what
     prepares an input for it and the replacement reads past (the reciprocal of a scale, the expansion of KV heads)."""
     inputs = set(m.inputs)
     seen = set(m.nodes)
     work = list(m.nodes)
-    readers = []
+    first: dict[Node, Node] = {}
     while work:
         node = work.pop()
         for source in node.all_input_nodes:
             if source in inputs:
-                readers.append(node)
+                first[source] = min(first.get(source, node), node)
             elif source not in seen and source.op == "call_function":
                 seen.add(source)
                 work.append(source)
-    return min(readers, default=min(m.nodes))
+    return first
 
 
 def early_readers(m: Match) -> list[Node]:

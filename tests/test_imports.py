@@ -18,7 +18,7 @@ LAYERS = (
     ("ops",),
     ("nn",),
     ("models",),
-    ("graph", "rule", "config", "report", "rewrite", "views", "measured", "in_place"),
+    ("graph", "rule", "config", "report", "rewrite", "views", "measured", "effects", "in_place"),
     ("idioms",),
     ("fusions",),
     ("inductor", "compiled", "matcher", "debug", "manager", "registration"),
