@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 
 import fusion_passes
-from fusion_passes import Match, PassConfig, Report, Rule
+from fusion_passes import Match, PassConfig, PostGradPassManager, Report, Rule, testing
 from fusion_passes.graph import value
+from fusion_passes.quant import quantize
+from tests.fusions.accuracy import check
+from tests.fusions.cases import first_of_each, op_of
 from tests.generated_code import allocations, triton_code
 
 CALLED: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -121,3 +124,60 @@ def test_nothing_is_copied_that_stock_would_not(name):
         assert "sine" in code
         found.append((len(re.findall(r"\.run\(", code)), allocations(code)))
     assert found[0] == found[1]
+
+
+@first_of_each
+@torch.no_grad()
+def test_every_inserted_node_says_the_layout_of_its_arguments(rule, case):
+    """An op that writes too, inside of the wrapper that makes it functional."""
+    (graph,) = testing.capture(case.fn, *case.inputs(7, "cpu"))
+    before = set(graph.nodes)
+    PostGradPassManager(PassConfig(profitability="ignore"), Report())(graph)
+    added = set(graph.nodes) - before
+    assert any(op_of(rule, case).removeprefix("fusion_passes.") in str((node.target, node.args)) for node in added)
+    for node in added:
+        given = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        told, given = (torch.utils._pytree.tree_leaves(x) for x in (node.meta["eager_input_vals"], given))
+        for x, y in zip(told, given, strict=True):
+            assert x.stride() == y.stride() if isinstance(x, torch.Tensor) else x is y
+
+
+OF_QUERIES = {
+    "transposed, contiguous, scaled": lambda x: x.transpose(-1, -2).contiguous() * 0.5,
+    "transposed, scaled": lambda x: x.transpose(-1, -2) * 0.5,
+    "expanded": lambda x: (x[:, :1] * 0.5).expand(x.shape).transpose(-1, -2),
+    "an expanded input": lambda x: x.transpose(-1, -2)[:, :1].expand(-1, x.shape[1], -1, -1),
+    "stride 0 in the last dimension": lambda x: x.transpose(-1, -2)[..., :1].expand(-1, -1, -1, x.shape[2]),
+    "sliced with an odd offset": lambda x: F.pad(x.transpose(-1, -2) * 0.5, (1, 2))[..., 1:-2],
+    "flipped": lambda x: x.flip(0).transpose(-1, -2).contiguous().flip(2),
+    "rolled": lambda x: x.permute(0, 3, 1, 2).roll(1, 0).transpose(1, 2),
+}
+"""Of [batch, heads, head size, length]; each makes [batch, heads, length, head size]."""
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("of", ["query", "all"])
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # torch computes in fp32 what its attention kernels do not take
+@torch.no_grad()
+def test_attention_with_any_layout_of_its_inputs(device, of):
+    """All layouts in one program: fused, or told why not; and the codes are right."""
+
+    def attend(x, key, value, s, *, dtype=torch.bfloat16):
+        outputs = []
+        for lay_out in OF_QUERIES.values():
+            others = lay_out if of == "all" else lambda x: x.transpose(-1, -2).contiguous()
+            q, k, v = lay_out(x).to(dtype), others(key).to(dtype), others(value).to(dtype)
+            out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            outputs.append(quantize(out, s) if dtype is torch.bfloat16 else out / s)
+        return outputs
+
+    tensors = [torch.randn(2, 4, 64, 32, device=device).to(torch.bfloat16) for _ in range(3)]
+    scale = torch.tensor(0.02, device=device)
+    report = Report()
+    got = fusion_passes.compile(attend, PassConfig(profitability="ignore"), report=report)(*tensors, scale)
+    assert len(report.graphs) == 1
+    # On CUDA only where the last dimension is contiguous, since no kernel takes another.
+    assert report.count() >= (3 if device == "cuda" else 7), str(report)
+    check(
+        got, torch.compile(attend)(*tensors, scale), attend(*(x.float() for x in tensors), scale, dtype=torch.float32)
+    )
