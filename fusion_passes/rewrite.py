@@ -38,7 +38,11 @@ class Insertion:
         self._added: list[Node] = []
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """Add a call, with its fake value and `output`'s provenance.
+        """Add a call, with its fake value, the layout of its arguments and `output`'s provenance.
+
+        Inductor lays out what it computes as it likes.  Only for a node that says which values went into it in the
+        graph does it keep their strides, where the op asks for that (`needs_exact_strides`, the default of custom
+        ops): so that a kernel gets the layout that its rule has judged.
 
         Raises DeclinedError where an argument is computed after `output`, or the graph carries no fake tensors.
         """
@@ -55,6 +59,7 @@ class Insertion:
         fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         with mode:
             node.meta["val"] = _value(target, fake_args, fake_kwargs)
+        node.meta["eager_input_vals"] = (fake_args, fake_kwargs)
         node.meta.update({key: self.output.meta[key] for key in PROVENANCE if key in self.output.meta})
         return node
 

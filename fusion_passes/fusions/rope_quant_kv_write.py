@@ -257,8 +257,6 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             dtype=value(m.output).dtype,
             **m.write.cache_arguments,
         )
-        # With these Inductor keeps the strides of what goes into an op that asks for exact ones.
-        fused.meta["eager_input_vals"] = torch.fx.node.map_arg((fused.args, fused.kwargs), lambda n: n.meta["val"])
         out = _as_in_graph(m.query, m.head, call(operator.getitem, fused, 0), call)
         out = _in_layout(value(m.output), replay(m.views, out, call), call)
         return (out, *(call(operator.getitem, fused, i) for i in sorted(m.write.written)))

@@ -46,10 +46,7 @@ class PagedAttention(Idiom):
         named = {a.name: given[a.name] for a in schema if a.kwarg_only and given[a.name] != a.default_value}
         while positional and positional[-1] is None:
             positional.pop()
-        node = call(op, *positional, **named)
-        # What the op is tagged with, needs_exact_strides, Inductor follows only for nodes that say which.
-        node.meta["eager_input_vals"] = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        return node
+        return call(op, *positional, **named)
 
 
 def recognize(graph: Graph) -> Iterator[PagedAttention | NearMiss]:

@@ -466,8 +466,8 @@ def why_portable(
     """Why `launch` takes the portable kernel for these tensors, or None if it takes the one for Hopper."""
     if query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) != (9, 0):
         return "the kernel for Hopper needs a GPU of compute capability 9.0"
-    if not _has_gluon():
-        return f"the kernel for Hopper needs Triton 3.6 or later, found {triton.__version__}"
+    if (why := _why_no_gluon()) is not None:
+        return why
     from fusion_passes.kernels import paged_prefill_sm90
 
     quantised = q_scale is not None and query.dtype not in FP8_DTYPES
@@ -477,6 +477,12 @@ def why_portable(
 
 
 @functools.cache
-def _has_gluon() -> bool:
-    """Whether this Triton has the Gluon that the kernel for Hopper is written in."""
-    return tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6)
+def _why_no_gluon() -> str | None:
+    """Why this Triton does not have the Gluon that the kernel for Hopper is written in, or None if it does."""
+    if tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 6):
+        return f"the kernel for Hopper needs Triton 3.6 or later, found {triton.__version__}"
+    try:
+        from fusion_passes.kernels import paged_prefill_sm90  # noqa: F401
+    except (ImportError, AttributeError) as error:  # AttributeError: an experimental API that has moved
+        return f"the kernel for Hopper cannot be imported with Triton {triton.__version__}: {error}"
+    return None

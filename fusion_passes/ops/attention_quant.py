@@ -3,31 +3,41 @@
 The kernels' limits stand here as data, apart from the kernels, because they are asked for twice: by the legality of a
 fusion, on fake tensors with symbolic sizes and without a GPU, and by the dispatcher on each call. Only what is known
 for all values of a symbolic size counts as supported, and no question adds a guard.
+
+What no kernel supports runs all the same: on copies that one does, or by scaled_dot_product_attention.
 """
 
-import functools
-import importlib
-import logging
+import dataclasses
 from dataclasses import KW_ONLY, dataclass
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_passes import reference
-from fusion_passes.ops.support import Capability, device_capability, taking, triton_version
-from fusion_passes.quant import dtype_name
+from fusion_passes.ops.support import (
+    Capability,
+    device_capability,
+    kernel_module,
+    launched,
+    say_slow,
+    taking,
+    triton_version,
+)
+from fusion_passes.quant import dtype_name, saturate
 from fusion_passes.symbolic import known
 
-logger = logging.getLogger(__name__)
-
+OP = "attention_quant"
 LAYOUTS = ("bshd", "bhsd")
 ALIGNMENT = 16
 """Bytes, of the addresses and strides that TMA takes."""
+NEWER = "install a Triton that it works with"
 MAX_DECISIONS = 4096
 """Of calls whose kernel is remembered; dynamic sizes make many."""
 OUTPUT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MASK_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16)
+SDPA_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +130,16 @@ class AttentionQuantArguments:
     def empty(self) -> Tensor:
         """Memory for the result."""
         return empty_output(self.query, self.dtype, self.layout)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the last dimensions of query, key and value are contiguous, as every kernel needs them."""
+        return self.query.stride(-1) == self.key.stride(-1) == self.value.stride(-1) == 1
+
+    def packed(self) -> "AttentionQuantArguments":
+        """The same call, with copies of what is not."""
+        query, key, value = (_packed(x) for x in (self.query, self.key, self.value))
+        return dataclasses.replace(self, query=query, key=key, value=value)
 
 
 @dataclass(frozen=True)
@@ -262,62 +282,131 @@ def _cpu(a: AttentionQuantArguments) -> Tensor:
 
 
 def _cuda(a: AttentionQuantArguments) -> Tensor:
-    module = _decide(a)
+    ways = _ways(a)
     out = a.empty()
     if out.numel() == 0:
         return out
     with torch.cuda.device(a.query.device):
-        module.launch(
-            *(out, a.query, a.key, a.value, a.attn_mask, a.output_scale),
+        for way in ways:
+            if (why := _launched(way, a, out)) is None:
+                return out
+            say_slow(OP, f"runs without {way.kernel.name}", why, NEWER)
+        return out.copy_(plain(a))
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a call can run: by this kernel; packed: on copies that it takes."""
+
+    kernel: Kernel
+    module: ModuleType
+    packed: bool = False
+
+
+def _launched(way: _Way, a: AttentionQuantArguments, out: Tensor) -> str | None:
+    """None, or why the kernel cannot be compiled."""
+    a = a.packed() if way.packed else a
+    query = a.query
+    mask = None if a.attn_mask is None else a.attn_mask.dtype
+    return launched(
+        lambda: (way.kernel.name, query.device, query.dtype, a.dtype, query.shape[-1], mask, a.is_causal),
+        lambda: way.module.launch(
+            *(out, query, a.key, a.value, a.attn_mask, a.output_scale),
             is_causal=a.is_causal,
-            scale=a.query.shape[-1] ** -0.5 if a.scale is None else a.scale,
+            scale=query.shape[-1] ** -0.5 if a.scale is None else a.scale,
             output_scale_factor=a.output_scale_factor,
             output_scale_inverse=a.output_scale_inverse,
-        )
-    return out
-
-
-_decided: dict[tuple[object, ...], ModuleType] = {}
-
-
-def _decide(a: AttentionQuantArguments) -> ModuleType:
-    """Validate a call and choose its kernel's module; remembered by all that this looks at, since a call that launches
-    a kernel of some microseconds must not spend more on questions."""
-    signature = a.signature
-    module = _decided.get(signature)
-    if module is None:
-        a.validate()
-        module = _runnable(a)
-        if len(_decided) >= MAX_DECISIONS:
-            _decided.clear()
-        _decided[signature] = module
-    return module
-
-
-def _runnable(a: AttentionQuantArguments) -> ModuleType:
-    """The module of the first kernel that supports these tensors and can be imported."""
-    why = None
-    for kernel in KERNELS:
-        why = kernel.unsupported(a)
-        if why is None and kernel.stride_bytes is not None and not a.aligned:
-            why = f"{kernel.name} needs addresses that are multiples of {ALIGNMENT} bytes"
-        if why is None:
-            module = _load(kernel)
-            if module is not None:
-                return module
-            why = f"{kernel.name} could not be imported"
-    raise NotImplementedError(
-        f"attention_quant: {why}; run scaled_dot_product_attention and quantise its output instead"
+        ),
     )
 
 
-@functools.cache
-def _load(kernel: Kernel) -> ModuleType | None:
-    try:
-        return importlib.import_module(kernel.module)
-    except (ImportError, AttributeError) as error:  # AttributeError: an experimental API that has moved
-        logger.warning("%s is not available, a slower one is used if there is one: %s", kernel.name, error)
-        return None
+def plain(a: AttentionQuantArguments) -> Tensor:
+    """The op by scaled_dot_product_attention and a quantisation in plain torch, which a CUDA graph can capture.
+
+    Rounded to query's dtype in between, as separate operators are.  What scaled_dot_product_attention does not take
+    (an FP8 query, a mask of another dtype) is computed in fp32.
+    """
+    query, key, mask = a.query, a.key, a.attn_mask
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        if query.dtype in SDPA_DTYPES and (mask is None or mask.dtype in (torch.bool, query.dtype)):
+            out = F.scaled_dot_product_attention(
+                *(query, key, a.value, mask),
+                is_causal=a.is_causal,
+                scale=a.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            ).float()
+        else:
+            out = reference.attention(query, key, a.value, mask, is_causal=a.is_causal, scale=a.scale)
+        by = reference.product(a.output_scale_factor, a.output_scale)
+        return saturate(out * by if a.output_scale_inverse else out / by, a.dtype)
+
+
+_decided: dict[tuple[object, ...], tuple[_Way, ...]] = {}
+
+
+def _ways(a: AttentionQuantArguments) -> tuple[_Way, ...]:
+    """Validate a call and find the kernels that can run it, best first; remembered by all that this looks at, since a
+    call that launches a kernel of some microseconds must not spend more on questions."""
+    signature = a.signature
+    ways = _decided.get(signature)
+    if ways is None:
+        a.validate()
+        ways = _find_ways(a)
+        if len(_decided) >= MAX_DECISIONS:
+            _decided.clear()
+        _decided[signature] = ways
+    return ways
+
+
+def _find_ways(a: AttentionQuantArguments) -> tuple[_Way, ...]:
+    """On the tensors as they lie, or else on copies of them; the log says so where a compilation could not know it, and
+    where there is no way."""
+    ways, refusals = _kernels_for(a)
+    for why, advice in refusals.values() if ways else ():
+        if advice:
+            say_slow(OP, f"runs {ways[0].kernel.name}", why, advice)
+    if not ways and not a.is_packed:
+        ways = tuple(dataclasses.replace(way, packed=True) for way in _kernels_for(a.packed())[0])
+        if ways:
+            why, _ = refusals[ways[0].kernel]
+            advice = "make them with the head dimension last in memory, for instance by .contiguous()"
+            say_slow(OP, "copies query, key or value in each call", why, advice)
+    if not ways:
+        why, advice = refusals[KERNELS[-1]]
+        advice = advice or "give it what a kernel takes, or set attention_quant='off' to leave both to torch.compile"
+        say_slow(OP, "runs scaled_dot_product_attention and quantises its output in plain torch", why, advice)
+    return ways
+
+
+def _kernels_for(a: AttentionQuantArguments) -> tuple[tuple[_Way, ...], dict[Kernel, tuple[str, str]]]:
+    """The kernels that take these tensors and can be imported, best first; and for each other why it does not, and what
+    to do about it, or "" where a fake tensor has told as much."""
+    ways: list[_Way] = []
+    refusals = {}
+    for kernel in KERNELS:
+        why, advice = kernel.unsupported(a), ""
+        if why is None and kernel.stride_bytes is not None and not a.aligned:
+            why = f"{kernel.name} needs addresses that are multiples of {ALIGNMENT} bytes"
+            advice = "clone what is a slice with an odd offset"
+        if why is None:
+            module = kernel_module(kernel.module)
+            if isinstance(module, ModuleType):
+                ways.append(_Way(kernel, module))
+                continue
+            why, advice = module, NEWER
+        refusals[kernel] = why, advice
+    return tuple(ways), refusals
+
+
+def _packed(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous; what is expanded stays so."""
+    if x.stride(-1) == 1:
+        return x
+    once = x
+    for dim in range(x.ndim - 1):
+        if x.stride(dim) == 0:
+            once = once.narrow(dim, 0, min(x.shape[dim], 1))
+    return once.contiguous().expand(x.shape)
 
 
 _library = torch.library.Library("fusion_passes", "FRAGMENT")
@@ -351,8 +440,8 @@ def attention_quant(
 ) -> Tensor:
     """Attention with FP8 output: `saturate(attention(query, key, value) / (output_scale * output_scale_factor))`.
 
-    query: [batch, heads, q_len, head_dim]; key, value: [batch, kv_heads, kv_len, head_dim]; any strides with a
-    contiguous last dimension. bf16 or fp16 on CUDA, any floating-point dtype on CPU.
+    query: [batch, heads, q_len, head_dim]; key, value: [batch, kv_heads, kv_len, head_dim]; any floating-point dtype
+    and strides. On CUDA a kernel takes bf16 and fp16, the head sizes in `KERNELS`, and a contiguous last dimension.
     attn_mask, is_causal, scale: as in `fusion_passes.reference.attention`; a mask is broadcast, never materialised.
     output_scale: fp32, one element, on query's device; read on the device in each call, so that a change in place is
     followed, under CUDA graphs too. None: 1.
@@ -364,7 +453,12 @@ def attention_quant(
     The attention value goes to FP8 from fp32: it is not rounded to query's dtype first, as separate operators would.
     Overflow saturates, NaN stays NaN. There is no gradient.
 
-    Raises ValueError or TypeError for arguments without a meaning, NotImplementedError where no kernel exists.
+    Where no kernel takes the tensors as they lie, it takes copies with a contiguous last dimension; where none takes
+    these either, for their dtype, their head size or the GPU, `scaled_dot_product_attention` runs, and its output is
+    quantised in plain torch, rounded as separate operators do. The logger `fusion_passes.ops.attention_quant` warns of
+    either, once for each reason.
+
+    Raises ValueError or TypeError for arguments without a meaning.
     """
     out: Tensor = torch.ops.fusion_passes.attention_quant(
         *(query, key, value, attn_mask, output_scale),

@@ -4,18 +4,29 @@ The two caches are changed in place, and declared so: whatever reads them later 
 """
 
 import functools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from fusion_passes import reference
 from fusion_passes.ops import kv_cache
-from fusion_passes.ops.support import device_capability, on_its_device, taking, triton_version
+from fusion_passes.ops.support import (
+    device_capability,
+    kernel_module,
+    launched,
+    on_its_device,
+    say_slow,
+    taking,
+    triton_version,
+)
 from fusion_passes.quant import FP8_DTYPES, dtype_name
 from fusion_passes.symbolic import known
 
 KERNEL_DTYPES = (*kv_cache.HIGH_PRECISION_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
+ADVICE = "use a GPU, a Triton and dtypes that the kernel has (python -m fusion_passes doctor tells)"
 
 
 def validate(
@@ -106,23 +117,33 @@ def _cpu(a: KVCacheWriteArguments) -> None:
 def _cuda(a: KVCacheWriteArguments) -> None:
     if kv_cache.values_are_checked(a.key_cache.device):
         a.check_values()
-    if has_kernel(a.key, a.key_cache):
-        from fusion_passes.kernels.rope_quant_kv_write import launch_write
-
-        launch_write(*a.tensors)
-    else:
+    dtypes = a.key.dtype, a.key_cache.dtype
+    why = run_kernel(a.key_cache, dtypes, lambda kernels: kernels.launch_write(*a.tensors))
+    if why is not None:
+        say_slow("kv_cache_write", "writes in plain torch", why, ADVICE)
         scatter(*a.tensors)
 
 
-def has_kernel(key: Tensor, key_cache: Tensor) -> bool:
-    """Whether the Triton kernel writes such keys on this machine; what it does not is written in plain torch."""
-    return _has_kernel(key_cache.device, key.dtype, key_cache.dtype)
+def run_kernel(
+    key_cache: Tensor, dtypes: tuple[torch.dtype, ...], launch: Callable[[ModuleType], None], *variant: Hashable
+) -> str | None:
+    """`launch(module)` of the Triton kernel: None where it ran, or why it does not run here with these dtypes.
+
+    variant: what the kernel is compiled for, beside that and the shape of the cache."""
+    if (why := _why_no_kernel(key_cache.device, *dtypes)) is not None:
+        return why
+    module = kernel_module("fusion_passes.kernels.rope_quant_kv_write")
+    if isinstance(module, str):
+        return module
+    return launched(
+        lambda: ("kv_write", key_cache.device, dtypes, key_cache.shape[1:], *variant), lambda: launch(module)
+    )
 
 
 @functools.cache
-def _has_kernel(device: torch.device, *dtypes: torch.dtype) -> bool:
+def _why_no_kernel(device: torch.device, *dtypes: torch.dtype) -> str | None:
     """Asked in each call, and the answer is always the same."""
-    return why_no_kernel(device, *dtypes) is None
+    return why_no_kernel(device, *dtypes)
 
 
 def why_no_kernel(device: torch.device, *dtypes: torch.dtype) -> str | None:

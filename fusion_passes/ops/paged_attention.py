@@ -5,8 +5,6 @@ pages and scales stay on the device, so that a captured CUDA graph serves other 
 reference.
 """
 
-import functools
-import logging
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
@@ -17,8 +15,6 @@ from fusion_passes import reference
 from fusion_passes.ops import kv_cache, support
 from fusion_passes.quant import FP8_DTYPES, SMALLEST_SCALE, QuantSpec, check_lower_bound, choose_scale, quantize
 from fusion_passes.symbolic import known
-
-logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = ("auto", "triton", "gather")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -154,7 +150,7 @@ class PagedAttentionArguments:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to attend to, and all of the output is 0."""
-        return 0 in (self.query.shape[0], *self.block_table.shape, self.key_cache.shape[0])
+        return 0 in (self.query.shape[0], *self.block_table.shape, self.key_cache.shape[0], self.key_cache.shape[2])
 
     def check_values(self) -> None:
         """Raise ValueError or IndexError for lengths and pages without a meaning. Waits for the device."""
@@ -211,17 +207,16 @@ def _cuda(a: PagedAttentionArguments) -> Result:
         a.check_values()
     if a.implementation == "gather" or a.is_empty:
         return gather(a)
-    if (why := why_unsupported(a)) is None:
-        return _kernels(a)
+    result = a.empty()
+    if (why := why_unsupported(a) or _kernels(a, result)) is None:
+        return result
     if a.implementation == "triton":
         raise NotImplementedError(f"the Triton kernels do not support this call: {why}; implementation='auto' does")
-    _say_that_it_gathers(why)
+    advice = "give it what they take, or take implementation='gather' (backend='sdpa' of nn.Attention) by name"
+    support.say_slow(
+        "paged_attention", "gathers the pages", f"the Triton kernels do not support this call: {why}", advice
+    )
     return gather(a)
-
-
-@functools.cache  # once for each reason
-def _say_that_it_gathers(why: str) -> None:
-    logger.warning("paged_attention gathers the pages, which is slow, because of the Triton kernels: %s", why)
 
 
 def why_unsupported(a: PagedAttentionArguments, capability: support.Capability | None = None) -> str | None:
@@ -251,15 +246,27 @@ def why_unsupported(a: PagedAttentionArguments, capability: support.Capability |
     return None
 
 
-def _kernels(a: PagedAttentionArguments) -> Result:
+def _kernels(a: PagedAttentionArguments, result: Result) -> str | None:
+    """Fill the result by the kernels: None where they ran, or why they cannot be imported or compiled."""
+    for name in ("paged_decode", "paged_prefill"):
+        module = support.kernel_module(f"fusion_passes.kernels.{name}")
+        if isinstance(module, str):
+            return module
+    dtypes = a.query.dtype, a.key_cache.dtype, a.out_dtype
+    return support.launched(
+        lambda: ("paged", a.query.device, dtypes, a.query.shape[1:], a.key_cache.shape[1:], a.group_size),
+        lambda: _launch(a, result),
+    )
+
+
+def _launch(a: PagedAttentionArguments, result: Result) -> None:
     """Sequences with few new tokens by one kernel, those with many by another, each sorted out on the device."""
     from fusion_passes.kernels import paged_decode, paged_prefill
 
-    result = a.empty()
     out, out_scales = result if isinstance(result, tuple) else (result, None)
     tokens = a.query.shape[0]
     if out.numel() == 0:
-        return result
+        return
     tensors = (
         *(a.query if a.query.stride(2) == 1 else a.query.contiguous(), a.key_cache, a.value_cache),
         *(a.block_table if a.block_table.stride(1) == 1 else a.block_table.contiguous(),),
@@ -288,7 +295,6 @@ def _kernels(a: PagedAttentionArguments) -> Result:
             smallest_scale=smallest_scale,
             longer_than=few,
         )
-    return result
 
 
 def gather(a: PagedAttentionArguments) -> Result:

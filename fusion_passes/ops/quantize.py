@@ -4,16 +4,30 @@ Inductor does not look into it, so it never fuses it with its neighbours; the pa
 FP8 it is one kernel, elsewhere the plain form.
 """
 
+from collections.abc import Callable, Hashable
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from fusion_passes import quant
-from fusion_passes.ops.support import device_capability, on_its_device, triton_version
+from fusion_passes.ops.support import (
+    device_capability,
+    kernel_module,
+    launched,
+    on_its_device,
+    say_slow,
+    triton_version,
+)
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
+ADVICE = "quantise with fusion_passes.quant.quantize, which torch.compile fuses with what comes before"
 
 _library = torch.library.Library("fusion_passes", "FRAGMENT")
-_library.define("quantize_fp8(Tensor x, Tensor scale, ScalarType dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    "quantize_fp8(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
 
 
 def _check(x: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
@@ -33,20 +47,37 @@ def _quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _quantize_cuda(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     _check(x, scale, dtype)
     out = torch.empty_like(x, dtype=dtype)
-    if not has_kernel(x, dtype):
-        return out.copy_(quant.quantize(x, scale.reshape(()), dtype))
-    from fusion_passes.kernels.quantize import by_scale
 
-    # Where x has gaps, the order of out's dimensions is x's all the same, and need not be that of `x.contiguous()`.
-    by_scale(x if x.stride() == out.stride() else torch.empty_like(out, dtype=x.dtype).copy_(x), scale, out)
-    return out
+    def launch(kernels: ModuleType) -> None:
+        # Where x has gaps, the order of out's dimensions is x's all the same, and need not be that of `x.contiguous()`.
+        kernels.by_scale(x if x.stride() == out.stride() else torch.empty_like(out, dtype=x.dtype).copy_(x), scale, out)
+
+    if (why := run_kernel(x, dtype, launch)) is None:
+        return out
+    say_slow("quantize", "quantises in plain torch", why, ADVICE)
+    return out.copy_(quant.quantize(x, scale.reshape(()), dtype))
 
 
-def has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the Triton kernels take such tensors on this machine."""
+def run_kernel(x: Tensor, dtype: torch.dtype, launch: Callable[[ModuleType], None], *variant: Hashable) -> str | None:
+    """`launch(module)` of the Triton kernels: None where it ran, or why they do not take x on this machine.
+
+    variant: what a kernel is compiled for, beside dtypes."""
+    if (why := why_no_kernel(x, dtype)) is not None:
+        return why
+    module = kernel_module("fusion_passes.kernels.quantize")
+    if isinstance(module, str):
+        return module
+    return launched(lambda: ("quantize", x.device, x.dtype, dtype, *variant), lambda: launch(module))
+
+
+def why_no_kernel(x: Tensor, dtype: torch.dtype) -> str | None:
+    """Why the Triton kernels do not take such tensors on this machine, or None if they do."""
+    if x.dtype not in SOURCES or dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return f"the kernel has no {quant.dtype_name(x.dtype)} to {quant.dtype_name(dtype)}"
     capability = device_capability(x.device)
-    fits = x.dtype in SOURCES and dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    return fits and capability is not None and capability >= (8, 9) and triton_version() is not None
+    if capability is None or capability < (8, 9):
+        return "the kernel needs an NVIDIA GPU of compute capability 8.9 or later, for FP8"
+    return None if triton_version() is not None else "the kernel needs Triton"
 
 
 def _fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,13 +5,14 @@ and the codes are one kernel, and the codes by one scale for the tensor too; els
 """
 
 import math
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from fusion_passes import quant
-from fusion_passes.ops.quantize import has_kernel
-from fusion_passes.ops.support import on_its_device
+from fusion_passes.ops.quantize import ADVICE, run_kernel
+from fusion_passes.ops.support import on_its_device, say_slow
 
 LARGEST_GROUP = 16384
 """Elements that a program of the kernel holds at once."""
@@ -20,7 +21,7 @@ _library = torch.library.Library("fusion_passes", "FRAGMENT")
 _library.define(
     "quantize_fp8_dynamic(Tensor x, *, ScalarType dtype, str granularity, SymInt? group_size=None, "
     "float? scale_upper_bound=None, float? scale_lower_bound=None) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 
 
@@ -63,21 +64,31 @@ def _quantize_cuda(
     options: dict[str, object] = {"dtype": dtype, "granularity": granularity, "group_size": group_size}
     options |= {"scale_upper_bound": scale_upper_bound, "scale_lower_bound": scale_lower_bound}
     quant.check_lower_bound(scale_lower_bound)
-    size = x.shape[-1] if group_size is None else group_size
-    if not has_kernel(x, dtype) or size == 0 or x.shape[-1] % size or size > LARGEST_GROUP:
-        return _quantize(x, **options)  # type: ignore[arg-type]
-    from fusion_passes.kernels import quantize
-
+    tensor = granularity == "tensor"
+    size = 1 if tensor else x.shape[-1] if group_size is None else group_size
+    if size == 0 or (not tensor and x.shape[-1] % size):
+        return _quantize(x, **options)  # type: ignore[arg-type]  # it says what is wrong
     codes, scale = _fake(x, **options)  # type: ignore[arg-type]
-    if granularity == "tensor":
+    if tensor:
         scale = quant.choose_scale(x, quant.QuantSpec(dtype, static=False), scale_lower_bound)
         scale = scale if scale_upper_bound is None else scale.clamp_max(scale_upper_bound)
-        quantize.by_scale(x.contiguous(), scale, codes)
+    largest = math.inf if scale_upper_bound is None else scale_upper_bound
+    smallest = quant.SMALLEST_SCALE if scale_lower_bound is None else scale_lower_bound
+
+    def launch(kernels: ModuleType) -> None:
+        if tensor:
+            kernels.by_scale(x.contiguous(), scale, codes)
+        else:
+            kernels.by_group(x.contiguous(), size, codes, scale, largest, smallest)
+
+    if size > LARGEST_GROUP:
+        why: str | None = f"the kernel has groups of up to {LARGEST_GROUP}, not of {size}"
     else:
-        largest = math.inf if scale_upper_bound is None else scale_upper_bound
-        smallest = quant.SMALLEST_SCALE if scale_lower_bound is None else scale_lower_bound
-        quantize.by_group(x.contiguous(), size, codes, scale, largest, smallest)
-    return codes, scale
+        why = run_kernel(x, dtype, launch, size)
+    if why is None:
+        return codes, scale
+    say_slow("quantize_dynamic", "quantises in plain torch", why, ADVICE)
+    return _quantize(x, **options)  # type: ignore[arg-type]
 
 
 def _fake(

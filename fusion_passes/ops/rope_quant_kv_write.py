@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fusion_passes import reference
 from fusion_passes.ops import kv_cache
-from fusion_passes.ops.kv_cache_write import KERNEL_DTYPES, has_kernel, scatter
+from fusion_passes.ops.kv_cache_write import ADVICE, run_kernel, scatter
 from fusion_passes.ops.kv_cache_write import validate as validate_write
-from fusion_passes.ops.support import on_its_device, taking
+from fusion_passes.ops.support import on_its_device, say_slow, taking
 from fusion_passes.quant import FP8_DTYPES, saturate
 from fusion_passes.symbolic import known
 
@@ -115,7 +115,9 @@ class RopeQuantKVWriteArguments:
         in the cache's dtype for another."""
         cos, sin = self.cos, self.sin
         if self.positions is not None:
-            cos, sin = cos[self.positions], sin[self.positions]
+            rows = cos.shape[0]
+            positions = self.positions.clamp(-rows, rows - 1)  # as the kernel: torch would end the process on a GPU
+            cos, sin = cos[positions], sin[positions]
         key, query = (
             reference.rope(x, cos[:, None], sin[:, None], rotary_dim=self.rotary_dim, interleaved=self.interleaved)
             for x in (self.key, self.query)
@@ -140,20 +142,23 @@ def _cpu(a: RopeQuantKVWriteArguments) -> Tensor:
 def _cuda(a: RopeQuantKVWriteArguments) -> Tensor:
     if kv_cache.values_are_checked(a.key_cache.device):
         a.check_values()
-    if not has_kernel(a.key, a.key_cache) or a.out_dtype not in KERNEL_DTYPES:
-        return a.in_plain_torch(scatter)
-    from fusion_passes.kernels.rope_quant_kv_write import launch
-
     out = a.query.new_empty(a.query.shape, dtype=a.out_dtype)
-    launch(
-        *(out, a.query, a.key, a.value, a.cos, a.sin, a.positions, a.key_cache, a.value_cache, a.slot_mapping),
-        *(a.q_scale, a.k_scale, a.v_scale),
-        rotary_dim=a.rotary_dim,
-        interleaved=a.interleaved,
-        q_scale_factor=a.q_scale_factor,
-        q_scale_inverse=a.q_scale_inverse,
+    why = run_kernel(
+        *(a.key_cache, (a.key.dtype, a.key_cache.dtype, a.out_dtype)),
+        lambda kernels: kernels.launch(
+            *(out, a.query, a.key, a.value, a.cos, a.sin, a.positions, a.key_cache, a.value_cache, a.slot_mapping),
+            *(a.q_scale, a.k_scale, a.v_scale),
+            rotary_dim=a.rotary_dim,
+            interleaved=a.interleaved,
+            q_scale_factor=a.q_scale_factor,
+            q_scale_inverse=a.q_scale_inverse,
+        ),
+        *(a.rotary_dim, a.interleaved),
     )
-    return out
+    if why is None:
+        return out
+    say_slow("rope_quant_kv_write", "rotates and writes in plain torch", why, ADVICE)
+    return a.in_plain_torch(scatter)
 
 
 _library = torch.library.Library("fusion_passes", "FRAGMENT")

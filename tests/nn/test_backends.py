@@ -11,7 +11,8 @@ import torch
 
 from fusion_passes import reference
 from fusion_passes.nn import Attention, AttentionMetadata, PagedKVCache, StaticKVCache, backends, flex
-from fusion_passes.ops.paged_attention import PagedAttentionArguments, _cuda, _say_that_it_gathers, why_unsupported
+from fusion_passes.ops import support
+from fusion_passes.ops.paged_attention import PagedAttentionArguments, _cuda, why_unsupported
 from fusion_passes.quant import QuantSpec, dtype_name
 
 PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
@@ -432,8 +433,8 @@ def test_triton_by_name_does_not_gather(monkeypatch):
     assert asked == ["triton", "triton", "auto", "auto", "gather", "gather"]
 
 
-def test_auto_says_once_why_it_gathers(caplog):
-    _say_that_it_gathers.cache_clear()
+def test_auto_says_once_why_it_gathers(caplog, monkeypatch):
+    monkeypatch.setattr(support, "_told", set())
     x, one = torch.randn(1, 1, 128, dtype=BF16), torch.ones(1, 1, dtype=torch.int32)
     cache = torch.randn(2, 1, 16, 128, dtype=BF16)
     arguments = x, cache, cache, one, torch.tensor([0, 1], dtype=torch.int32), one[0]
@@ -443,8 +444,9 @@ def test_auto_says_once_why_it_gathers(caplog):
     ]
     assert all(torch.equal(result, results[0]) for result in results)
     assert [record.getMessage() for record in caplog.records] == [
-        "paged_attention gathers the pages, which is slow, because of the Triton kernels: "
-        "they need an NVIDIA GPU and Triton"
+        "paged_attention gathers the pages, which is slow: the Triton kernels do not support this call: they need an "
+        "NVIDIA GPU and Triton; give it what they take, or take implementation='gather' (backend='sdpa' of "
+        "nn.Attention) by name"
     ]
     with pytest.raises(NotImplementedError, match="they need an NVIDIA GPU and Triton; implementation='auto' does"):
         _cuda(PagedAttentionArguments(*arguments, scale=1.0, implementation="triton"))

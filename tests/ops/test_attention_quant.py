@@ -236,12 +236,6 @@ def test_unaligned_addresses_run_on_the_portable_kernel():
 
 
 @pytest.mark.gpu
-def test_unsupported_head_size_is_an_error():
-    with pytest.raises(NotImplementedError, match="head size 72"):
-        attention_quant(*packed(device="cuda", head_dim=72))
-
-
-@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # the first graph of torch's own graph trees is
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_modes(mode):
