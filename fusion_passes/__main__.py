@@ -180,7 +180,7 @@ def _config(given: object, arguments: argparse.Namespace) -> tuple[PassConfig, b
         elif given is not None:
             raise CommandError(f"CONFIG is a {type(given).__name__}: make it a PassConfig, or a dict of its settings")
         return dataclasses.replace(config, **settings), chosen
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise CommandError(str(error)) from error
 
 
