@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_passes import inductor
+from fusion_passes import inductor, switch
 from fusion_passes.comparison import Difference, compare
 from fusion_passes.config import Config, PassConfig, Profitability, Switch, as_config
 from fusion_passes.fusions import FUSIONS
@@ -308,7 +308,7 @@ def explain(
 
     torch.compiler.reset()
     try:
-        with torch.no_grad(), _random_state(subject.devices), inductor.uncached():
+        with torch.no_grad(), _random_state(subject.devices), inductor.uncached(), switch.switched_off():
             with tell("running eagerly"), _blamed("no compiler, as plain Python"):  # its errors are the clearest
                 subject.run(model)
             stock = compiled(stock_options)

@@ -177,8 +177,6 @@ def passes_of_compilation() -> list[Callable[[Graph], None]]:
 
 def without(options: Mapping[str, Any], kind: type[CustomGraphPass]) -> dict[str, Any]:
     """`options` with all but the passes of one kind: what they are compared with."""
-    if isinstance(options.get(HOOK), Following):
-        return {name: setting for name, setting in options.items() if name != HOOK}
     kept = [p for p in passes_in(options.get(HOOK)) if not isinstance(p, kind)]
     return {**options, HOOK: hook_value(kept) if kept else None}
 

@@ -7,6 +7,8 @@ to compile something: what others have put there stays and runs first, ours come
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from weakref import WeakSet
 
@@ -16,7 +18,7 @@ from fusion_passes.manager import PostGradPassManager
 log = logging.getLogger("fusion_passes")
 
 _process: PostGradPassManager | None = None
-_blocks: ContextVar[tuple[PostGradPassManager, ...]] = ContextVar("_blocks", default=())
+_blocks: ContextVar[tuple[PostGradPassManager | None, ...]] = ContextVar("_blocks", default=())
 _switched: WeakSet[PostGradPassManager] = WeakSet()
 """All that were ever switched on: where one of them is found in the hook and is not on, somebody has put it back."""
 _replaced: ContextVar[tuple[object, object]] = ContextVar("_replaced", default=(None, None))
@@ -41,6 +43,19 @@ def leave_block(manager: PostGradPassManager) -> None:
     """Undo `enter_block`."""
     _blocks.set(tuple(other for other in _blocks.get() if other is not manager))
     _put_right()
+
+
+@contextmanager
+def switched_off() -> Iterator[None]:
+    """A block in which no manager is on in this thread."""
+    before = _blocks.get()
+    _blocks.set((*before, None))
+    _put_right()
+    try:
+        yield
+    finally:
+        _blocks.set(before)
+        _put_right()
 
 
 def _current() -> PostGradPassManager | None:
