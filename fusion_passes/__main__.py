@@ -109,6 +109,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     if not callable(build):
         raise CommandError(f"{file} does not define a function build(); it must return what to compile:\n{BUILD}")
     config, chosen = _config(getattr(module, "CONFIG", None), arguments)
+    _make_folder(config.debug_dir)
     model, args, kwargs = _built(build, file)
     if not chosen and not _on_gpu(model, args, kwargs):
         config = dataclasses.replace(config, profitability=Profitability.IGNORE)
@@ -180,8 +181,17 @@ def _config(given: object, arguments: argparse.Namespace) -> tuple[PassConfig, b
         elif given is not None:
             raise CommandError(f"CONFIG is a {type(given).__name__}: make it a PassConfig, or a dict of its settings")
         return dataclasses.replace(config, **settings), chosen
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise CommandError(str(error)) from error
+
+
+def _make_folder(folder: Path | None) -> None:
+    """Before anything is compiled, since its error would read as one of the model."""
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"the folder for graphs, {folder}, cannot be made ({error}): give another one") from error
 
 
 def _built(build: Callable[[], Any], file: Path) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 Inductor does not run the pass for code that it has in its cache.  But it asks the pass for its uuid before it looks,
 and the loaded code brings back the counters that were stored with it, among them the id of the report that was written
-when it was compiled (`inductor.mark_compiled`).  So a report that turns up after a manager was asked belongs to that
-manager.
+when it was compiled, and how many places each rule had (`inductor.mark_compiled`).  So a report that turns up after a
+manager was asked belongs to that manager.  It is looked for when Dynamo has finished a compilation.
 """
 
 from __future__ import annotations
@@ -15,19 +15,30 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from fusion_passes import inductor
-from fusion_passes.report import GraphReport, Report
+from fusion_passes.report import GraphReport
 from fusion_passes.rule import Rule
 
 log = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).parent
 
-_asking: Report | None = None
+
+class Asked(Protocol):
+    """Who is told about graphs: the manager that Inductor asked."""
+
+    def take(self, result: GraphReport) -> None:
+        """What happened to a graph."""
+
+    def finished(self) -> None:
+        """Dynamo's compilation is over: no further graph of it will come."""
+
+
+_asking: Asked | None = None
 _seen: dict[str, int] = {}
 
 
@@ -89,17 +100,36 @@ def _module_source(thing: Callable[..., Any]) -> str:
         raise OSError(f"no source for {thing.__module__}.{thing.__qualname__}: put it into a file") from error
 
 
-def asking(report: Report) -> None:
-    """The manager that writes into `report` is being asked for its uuid, or run: what is loaded next is its."""
+def asking(manager: Asked) -> None:
+    """This manager is being asked for its uuid, or run: what is loaded next is its."""
     global _asking
     collect()
-    _asking = report
+    _asking = manager
+
+
+def asked() -> bool:
+    """Whether a manager was asked for its uuid, or run, since Dynamo last began to compile something."""
+    return _asking is not None
+
+
+def _begin() -> None:
+    global _asking
+    collect()
+    _asking = None
+
+
+def _end() -> None:
+    collect()
+    if _asking is not None:
+        _asking.finished()
 
 
 def keep(result: GraphReport, *, on_disk: bool) -> None:
-    """Tie the report of a graph to the code that is being compiled, and write it beside Inductor's cache."""
-    _seen[result.graph_id] = _seen.get(result.graph_id, 0) + 1
-    inductor.mark_compiled(result.graph_id)
+    """Tie the report of a graph to the code that is being compiled: its numbers travel with the code, all of it is
+    written beside Inductor's cache."""
+    mark = f"{result.graph_id}:{result.numbers()}"
+    _seen[mark] = _seen.get(mark, 0) + 1
+    inductor.mark_compiled(mark)
     directory = inductor.reports_dir()
     if directory is None or not on_disk:
         return
@@ -109,29 +139,32 @@ def keep(result: GraphReport, *, on_disk: bool) -> None:
         unfinished.write_text(result.to_json())
         unfinished.replace(directory / f"{result.graph_id}.json")
     except OSError as error:
-        log.warning("the report of graph %s is not kept beside the compiled code: %s", result.graph_id, error)
+        log.warning("places and reasons of graph %s are not kept beside the compiled code: %s", result.graph_id, error)
 
 
 def collect() -> None:
     """Find the reports of graphs that were loaded from the cache since the last look."""
-    marked = inductor.marked_graphs()
-    for graph_id in _seen.keys() - marked.keys():
-        del _seen[graph_id]  # somebody cleared the counters
-    for graph_id, times in marked.items():
-        before = _seen.get(graph_id, 0)
+    marks = inductor.marks()
+    for mark in _seen.keys() - marks.keys():
+        del _seen[mark]  # somebody cleared the counters
+    for mark, times in marks.items():
+        before = _seen.get(mark, 0)
+        _seen[mark] = times
         for _ in range(times - before if times >= before else times):
             if _asking is not None:
-                _asking.add(_load(graph_id))
-        _seen[graph_id] = times
+                _asking.take(_load(mark))
 
 
-def _load(graph_id: str) -> GraphReport:
+def _load(mark: str) -> GraphReport:
+    """The report as it was written; where it is not there, what the mark itself says."""
+    graph_id, _, numbers = mark.partition(":")
     directory = inductor.reports_dir()
     try:
         if directory is not None:
-            result = GraphReport.from_json((directory / f"{graph_id}.json").read_text())
-            result.log(log)
-            return result
+            return GraphReport.from_json((directory / f"{graph_id}.json").read_text())
     except (OSError, ValueError, TypeError, KeyError) as error:
         log.debug("no report for cached graph %s: %s", graph_id, error)
-    return GraphReport(graph_id, from_cache=True, known=False)
+    return GraphReport.from_numbers(graph_id, numbers)
+
+
+inductor.on_compilation(start=_begin, end=_end)

@@ -6,12 +6,13 @@ import dataclasses
 import difflib
 import enum
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusion_passes import custom_ops
+from fusion_passes.ops.kv_cache import CHECK_VARIABLE, checks_wanted
 from fusion_passes.rule import Level, Rule
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 ENV_PREFIX = "FUSION_PASSES_"
 DEBUG_VARIABLE = ENV_PREFIX + "DEBUG"
-OTHER_VARIABLES = frozenset({ENV_PREFIX + "CHECK"})
+OTHER_VARIABLES = frozenset({CHECK_VARIABLE})
 """Of the prefix, but no settings of the passes: the KV cache's checks (docs/attention.md)."""
 
 
@@ -101,20 +102,14 @@ class PassConfig:
             "profitability": _parse("profitability", Profitability, self.profitability),
             "in_place_writes": _parse_bool("in_place_writes", self.in_place_writes),
             "custom_ops": _parse_custom_ops(self.custom_ops),
-            "extra_fusions": tuple(self.extra_fusions),
-            "debug_dir": Path(self.debug_dir) if self.debug_dir else None,
+            "extra_fusions": _parse_rules(self.extra_fusions),
+            "debug_dir": _parse_path("debug_dir", self.debug_dir),
         }
         for name in SWITCHES:
             state = getattr(self, name)
             parsed[name] = None if state is None else _parse(name, Switch, state)
         for name, value in parsed.items():
             object.__setattr__(self, name, value)
-        for rule in self.extra_fusions:
-            if not isinstance(rule, Rule):
-                raise ValueError(
-                    f"extra_fusions takes instances of fusion_passes.Rule, not {rule!r}"
-                    + (": did you forget to instantiate the class?" if isinstance(rule, type) else "")
-                )
         names = [rule.name for rule in self.extra_fusions] + list(SWITCHES)
         for name in names:
             if names.count(name) > 1:
@@ -122,7 +117,12 @@ class PassConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
-        """From a plain dict, e.g. of a YAML or JSON file.  Raises ValueError on an unknown name."""
+        """From a plain dict, e.g. of a YAML or JSON file.  Raises ValueError on an unknown name, TypeError on what is
+        no dict."""
+        if not isinstance(settings, Mapping):
+            raise TypeError(
+                f'PassConfig.from_dict({settings!r}): must be a dict of settings, such as {{"level": "O2"}}'
+            )
         return cls(**{str(name): value for name, value in settings.items()})
 
     @classmethod
@@ -130,15 +130,9 @@ class PassConfig:
         """From FUSION_PASSES_LEVEL, FUSION_PASSES_ATTENTION_QUANT and so on, and FUSION_PASSES_DEBUG: the table is in
         docs/fusions.md.  Raises ValueError on an unknown FUSION_PASSES_ variable."""
         environ = os.environ if environ is None else environ
-        fields = {f.name: f.name for f in dataclasses.fields(cls) if f.name not in ("extra_fusions", "debug_dir")}
-        variables = {ENV_PREFIX + name.upper(): name for name in fields} | {DEBUG_VARIABLE: "debug_dir"}
+        check_environment(environ)
         settings: dict[str, Any] = {"debug_dir": None}
-        for variable, text in environ.items():
-            if variable.startswith(ENV_PREFIX) and variable not in OTHER_VARIABLES:
-                if variable not in variables:
-                    raise ValueError(unknown("environment variable", variable, variables.keys() | OTHER_VARIABLES))
-                if text:
-                    settings[variables[variable]] = text
+        settings |= {name: environ[variable] for variable, name in VARIABLES.items() if environ.get(variable)}
         try:
             return cls(**settings)
         except ValueError as error:
@@ -188,6 +182,52 @@ class PassConfig:
 SWITCHES = tuple(f.name for f in dataclasses.fields(PassConfig) if "Switch" in str(f.type))
 """Names of the built-in fusions' switches."""
 
+VARIABLES = {
+    DEBUG_VARIABLE if f.name == "debug_dir" else ENV_PREFIX + f.name.upper(): f.name
+    for f in dataclasses.fields(PassConfig)
+    if f.name != "extra_fusions"
+}
+"""Environment variables, with the setting that each is for."""
+
+Config = PassConfig | Mapping[str, Any] | None
+"""Settings: a `PassConfig`, a plain dict of them, or None for the environment (`PassConfig.from_env`)."""
+
+
+def as_config(config: Config) -> PassConfig:
+    """The settings that were given, or those of the environment.
+
+    Raises TypeError for what is none of these, ValueError for a setting, or a variable of the environment, that is
+    unknown or has no such value.  A misspelt variable is an error beside given settings too.
+    """
+    if config is None:
+        return PassConfig.from_env()
+    check_environment(os.environ)
+    if isinstance(config, PassConfig):
+        return config
+    if isinstance(config, Mapping):
+        return PassConfig.from_dict(config)
+    raise TypeError(f"config={config!r}: must be a PassConfig, a dict of its settings, or None: {_instead(config)}")
+
+
+def _instead(given: object) -> str:
+    """What to write for settings that are none."""
+    for level in Level:
+        if isinstance(given, (str, int)) and given in (level, level.name):
+            return f'write {{"level": "{level.name}"}}'
+    if isinstance(given, Rule) or (isinstance(given, (tuple, list)) and given and isinstance(given[0], Rule)):
+        return 'write {"extra_fusions": (rule,)}'
+    if type(given).__name__ == "Report":  # `report` is built on this module
+        return "write report=report"
+    return "write PassConfig()" if given is PassConfig else 'write {"level": "O2"}'
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Raise ValueError for a FUSION_PASSES_ variable that is unknown, or of those that are no settings, cannot be."""
+    for variable in environ:
+        if variable.startswith(ENV_PREFIX) and variable not in VARIABLES.keys() | OTHER_VARIABLES:
+            raise ValueError(unknown("environment variable", variable, VARIABLES.keys() | OTHER_VARIABLES))
+    checks_wanted(environ)
+
 
 def _parse(name: str, kind: type[Any], value: object) -> Any:
     """`value` as a member of the enum `kind`; accepts members, their values, their names, and True / False."""
@@ -207,6 +247,29 @@ def _parse_bool(name: str, value: object) -> bool:
     if not isinstance(state, (bool, str)) or state not in (True, False, "on", "off"):
         raise ValueError(f"{name}={value!r}: must be one of on, off")
     return state in (True, "on")
+
+
+def _parse_path(name: str, value: object) -> Path | None:
+    if value is None or value == "":
+        return None
+    if not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"{name}={value!r}: must be the path of a folder, such as 'graphs', or None")
+    return Path(value)
+
+
+def _parse_rules(given: object) -> tuple[Rule[Any], ...]:
+    if isinstance(given, Rule):
+        raise ValueError(
+            f"extra_fusions takes a tuple, not the rule {given.name!r} itself: write extra_fusions=(rule,)"
+        )
+    if isinstance(given, (str, type)) or not isinstance(given, Iterable):
+        raise ValueError(f"extra_fusions={given!r}: must be a tuple of rules: write extra_fusions=(rule,)")
+    rules = tuple(given)
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            forgot = ": did you forget to instantiate the class?" if isinstance(rule, type) else ""
+            raise ValueError(f"extra_fusions takes instances of fusion_passes.Rule, not {rule!r}{forgot}")
+    return rules
 
 
 def _parse_custom_ops(given: object) -> tuple[tuple[str, bool], ...]:
@@ -229,8 +292,8 @@ def _parse_custom_ops(given: object) -> tuple[tuple[str, bool], ...]:
     return tuple(sorted(states.items()))
 
 
-def unknown(what: str, name: str, known: set[str]) -> str:
+def unknown(what: str, name: object, known: Collection[str]) -> str:
     """The sentence for a name that is not among the known ones, with the nearest of them."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     return f"unknown {what} {name!r}{hint}; known: {', '.join(sorted(known))}"

@@ -30,16 +30,11 @@ class GraphDump:
             return cls(None)
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            return cls(_next_folder(directory))
         except OSError as error:
-            raise RuntimeError(f"debug_dir (FUSION_PASSES_DEBUG) cannot be made: {error}") from error
-        number = len(list(directory.glob("graph_*")))
-        while True:
-            folder = directory / f"graph_{number:03}"
-            try:
-                folder.mkdir()
-                return cls(folder)
-            except FileExistsError:
-                number += 1
+            raise RuntimeError(
+                f"debug_dir (FUSION_PASSES_DEBUG) cannot be made, or not be written to: {error}"
+            ) from error
 
     def graph(self, stage: str, graph: Graph) -> None:
         """Write the graph as it is now; after the last stage ("after"), also what changed."""
@@ -67,6 +62,17 @@ class GraphDump:
             report = Report()
             report.add(result)
             (self._folder / "report.txt").write_text(f"{report}\n")
+
+
+def _next_folder(directory: Path) -> Path:
+    number = len(list(directory.glob("graph_*")))
+    while True:
+        folder = directory / f"graph_{number:03}"
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
 
 
 def _described(idiom: Idiom) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_passes import inductor
+from fusion_passes import inductor, switch
 from fusion_passes.comparison import Difference, compare
-from fusion_passes.config import PassConfig, Profitability, Switch
+from fusion_passes.config import Config, PassConfig, Profitability, Switch, as_config
 from fusion_passes.fusions import FUSIONS
 from fusion_passes.manager import PostGradPassManager
 from fusion_passes.places import alike
@@ -258,7 +258,7 @@ def explain(
     model: Callable[..., Any],
     *args: Any,
     kwargs: Mapping[str, Any] | None = None,
-    config: PassConfig | None = None,
+    config: Config = None,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
@@ -274,8 +274,8 @@ def explain(
     Args:
         model: a module or a function; a compiled one is taken for what it was before.
         kwargs: keyword arguments of the model.
-        config: what to fuse; None reads the environment.  A required fusion that applies nowhere is told in `unmet`,
-            and raises nothing.
+        config: what to fuse: a `PassConfig`, a dict of its settings, or None to read the environment.  A required
+            fusion that applies nowhere is told in `unmet`, and raises nothing.
         options, mode, dynamic, torch_compile_kwargs: as for `fusion_passes.compile`, given to both compilations.
         samples: of the timing, at most.
         progress: say on stderr what is being done.
@@ -285,7 +285,13 @@ def explain(
     number generators.  Caches are off.  `torch.compiler.reset()` is called before and after, so code that you compiled
     before is compiled anew at its next call.
     """
-    config = PassConfig.from_env() if config is None else config
+    config = as_config(config)
+    if not callable(model):
+        raise TypeError(f"explain({model!r}): must be a module or a function, and then what it is called with")
+    if not isinstance(kwargs, (Mapping, type(None))):
+        raise TypeError(f"kwargs={kwargs!r}: must be a dict of the model's keyword arguments")
+    if not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples={samples!r}: must be a number of samples, such as 15")
     model = getattr(model, "_orig_mod", model)
     report = Report()
     # A required fusion is judged here, not while compiling.
@@ -302,7 +308,7 @@ def explain(
 
     torch.compiler.reset()
     try:
-        with torch.no_grad(), _random_state(subject.devices), inductor.uncached():
+        with torch.no_grad(), _random_state(subject.devices), inductor.uncached(), switch.switched_off():
             with tell("running eagerly"), _blamed("no compiler, as plain Python"):  # its errors are the clearest
                 subject.run(model)
             stock = compiled(stock_options)

@@ -1,27 +1,38 @@
 """Inductor's private surface: the post-grad hook, the config, the caches.  Only this module imports `torch._inductor`,
 with `matcher` (the pattern matcher) and `testing` (which captures graphs).
 
-Drift that is handled here, and nowhere else: the hook takes one pass up to torch 2.12 and a list from 2.13; a pass in
-`options=` replaces one that was set globally without a word, so it is chained; a compiled graph that comes from the
-cache does not run the pass.
+Drift that is handled here, and nowhere else: the hook takes one pass up to torch 2.12 and a list from 2.13; passes that
+are told whether the graph is one for inference exist from 2.12; a pass in `options=` replaces one that was set globally
+without a word, so it is chained; a compiled graph that comes from the cache does not run the pass.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch._dynamo.callback import callback_handler
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 from torch.fx import Graph
+
+log = logging.getLogger("fusion_passes")
 
 HOOK = "post_grad_custom_post_pass"
 MINIMUM_TORCH = (2, 11)
 
 _COUNTER = "fusion_passes:"
+
+_InferenceAware: type[CustomGraphPass] | None = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+"""Passes that are called with `is_inference` too; from torch 2.12."""
+
+_outside: ContextVar[tuple[Callable[[Graph], None], ...] | None] = ContextVar("_outside", default=None)
+"""The passes in the hook when Dynamo began what is being compiled, before options took its place; None outside."""
 
 
 def check_torch() -> None:
@@ -34,20 +45,70 @@ def check_torch() -> None:
         )
 
 
-class PassChain(CustomGraphPass):
-    """Several passes in a row, for a torch whose hook takes one.  Remove with support for torch 2.12."""
+class PassChain(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
+    """Several passes in a row as one pass, each called as torch would call it alone."""
 
     def __init__(self, passes: Iterable[Callable[[Graph], None]]) -> None:
-        self.passes = tuple(passes)
+        self._passes = tuple(passes)
 
-    def __call__(self, graph: Graph) -> None:
+    @property
+    def passes(self) -> tuple[Callable[[Graph], None], ...]:
+        """The passes, in the order in which they run."""
+        return self._passes
+
+    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
+        """is_inference: as torch says from 2.12 on; before, no pass asks for it."""
         for graph_pass in self.passes:
-            graph_pass(graph)
+            if _InferenceAware is not None and isinstance(graph_pass, _InferenceAware):
+                cast("Callable[[Graph, bool], None]", graph_pass)(graph, is_inference)
+            else:
+                graph_pass(graph)
 
     def uuid(self) -> tuple[Any, ...] | None:
         """The uuids of all passes; None (never cache) if one of them has none, as Inductor does for a bare function."""
         uuids = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes)
         return uuids if all(uuids) else None
+
+
+class Following(PassChain):
+    """Our pass, for `options`, behind the passes that are set globally when a graph is compiled.
+
+    A pass in options replaces the global ones, so these are read before (`remember_hook`).  Where nothing is traced by
+    Dynamo, as in `torch._inductor.aot_compile`, they are those that were set when the options were made.
+    """
+
+    def __init__(self, manager: CustomGraphPass) -> None:
+        self.manager = manager
+        self._then = tuple(passes_in(hook()))
+
+    @property
+    def passes(self) -> tuple[Callable[[Graph], None], ...]:
+        """The global passes, without others of our kind: the explicit request wins; and our pass."""
+        found = _outside.get()
+        others = self._then if found is None else found
+        return (*(p for p in others if not isinstance(p, type(self.manager))), self.manager)
+
+
+def hook() -> object:
+    """What is in the hook of this thread now."""
+    return getattr(torch._inductor.config, HOOK)
+
+
+def set_hook(value: object) -> None:
+    """Put `value` into the hook of this thread (of all threads up to torch 2.12)."""
+    setattr(torch._inductor.config, HOOK, value)
+
+
+def remember_hook(passes: Iterable[Callable[[Graph], None]] | None) -> None:
+    """The passes that are set globally while Dynamo compiles something; None when it is done."""
+    _outside.set(None if passes is None else tuple(passes))
+
+
+def hook_runs() -> bool:
+    """Whether the compilation that is running has not switched the hook off (`use_post_grad_passes`,
+    `disabled_passes`)."""
+    config = torch._inductor.config
+    return config.use_post_grad_passes and HOOK.upper() not in config.disabled_passes.upper()
 
 
 def passes_in(hook: object) -> list[Callable[[Graph], None]]:
@@ -57,7 +118,7 @@ def passes_in(hook: object) -> list[Callable[[Graph], None]]:
     if isinstance(hook, PassChain):
         return list(hook.passes)
     if isinstance(hook, (list, tuple)):
-        return list(hook)
+        return [graph_pass for part in hook for graph_pass in passes_in(part)]
     return [cast("Callable[[Graph], None]", hook)]
 
 
@@ -75,15 +136,25 @@ def chained_options(
 ) -> dict[str, Any]:
     """The user's `options`, `mode`'s settings and our pass behind the user's own pass, as one `options` dict.
 
-    Our passes that are there already (a global switch) give way: the explicit request wins.
+    Our passes that are there already (a global switch) give way: the explicit request wins.  Raises TypeError for
+    options that are no dict of settings, or whose pass is none.
     """
+    if not isinstance(options, (Mapping, type(None))) or not all(isinstance(name, str) for name in options or ()):
+        raise TypeError(f'options={options!r}: must be a dict of Inductor\'s options, such as {{"max_autotune": True}}')
     merged: dict[str, Any] = {}
     if mode and mode != "default":
         merged.update(torch._inductor.list_mode_options(mode, dynamic))
     merged.update({name.replace("-", "_"): setting for name, setting in (options or {}).items()})
-    present = passes_in(merged.get(HOOK, getattr(torch._inductor.config, HOOK)))
-    merged[HOOK] = hook_value([p for p in present if not isinstance(p, type(manager))] + [manager])
-    return merged
+    given = merged.get(HOOK)
+    if HOOK not in merged or isinstance(given, Following):
+        return {**merged, HOOK: Following(manager)}
+    own = [graph_pass for graph_pass in passes_in(given) if not isinstance(graph_pass, type(manager))]
+    for graph_pass in own:
+        if not callable(graph_pass):
+            raise TypeError(
+                f"options: {HOOK} is {graph_pass!r}: must be a pass, which takes the graph, or a list of them"
+            )
+    return {**merged, HOOK: hook_value([*own, manager])}
 
 
 def passes_of_compilation() -> list[Callable[[Graph], None]]:
@@ -110,12 +181,39 @@ def without(options: Mapping[str, Any], kind: type[CustomGraphPass]) -> dict[str
     return {**options, HOOK: hook_value(kept) if kept else None}
 
 
-def patched(manager: CustomGraphPass) -> AbstractContextManager[None]:
-    """A context in which every compilation runs `manager` behind whatever pass is set globally."""
-    return cast(
-        "AbstractContextManager[None]",
-        torch._inductor.config.patch({HOOK: chained_options(manager, None, None, None)[HOOK]}),
-    )
+class _Callbacks(list[Callable[[Any], None]]):
+    """A list of Dynamo's callbacks whose `clear`, called by `torch.compiler.reset`, leaves ours."""
+
+    def __init__(self, others: Iterable[Callable[[Any], None]]) -> None:
+        super().__init__(others)
+        self.ours: list[Callable[[Any], None]] = []
+
+    def clear(self) -> None:
+        self[:] = self.ours
+
+
+def on_compilation(*, start: Callable[[], None], end: Callable[[], None]) -> None:
+    """From now on, call `start` before Dynamo compiles something, `end` after, in the thread that does; also where the
+    code comes from a cache, so that no pass is run."""
+    for name, callback in (("start_callbacks", start), ("end_callbacks", end)):
+        callbacks = getattr(callback_handler, name)
+        if not isinstance(callbacks, _Callbacks):
+            callbacks = _Callbacks(callbacks)
+            setattr(callback_handler, name, callbacks)
+        callbacks.ours.append(_logged(callback))
+        callbacks.append(callbacks.ours[-1])
+
+
+def _logged(callback: Callable[[], None]) -> Callable[[Any], None]:
+    """A callback that raises nothing: torch would count its compilations wrongly ever after."""
+
+    def run(_: object) -> None:
+        try:
+            callback()
+        except Exception:
+            log.exception("fusion_passes failed where a compilation begins or ends; please report this")
+
+    return run
 
 
 def may_inline(target: object) -> bool:
@@ -140,14 +238,14 @@ def reports_dir() -> Path | None:
     return Path(cache_dir()) / "fusion_passes"
 
 
-def mark_compiled(graph_id: str) -> None:
-    """Tie `graph_id` to the code being compiled: Inductor stores its counters' changes with the code in its cache and
-    adds them again when that code is loaded, which is how a graph from the cache tells its id (`loaded_graphs`)."""
-    torch._dynamo.utils.counters["inductor"][_COUNTER + graph_id] += 1
+def mark_compiled(mark: str) -> None:
+    """Tie `mark` to the code being compiled: Inductor stores its counters' changes with the code in its cache and adds
+    them again when that code is loaded, wherever it comes from; so a graph from a cache brings its mark back."""
+    torch._dynamo.utils.counters["inductor"][_COUNTER + mark] += 1
 
 
-def marked_graphs() -> dict[str, int]:
-    """Graph ids whose code was compiled or loaded in this process, with how often."""
+def marks() -> dict[str, int]:
+    """The marks of the code that was compiled or loaded in this process, with how often."""
     counters = torch._dynamo.utils.counters["inductor"]
     return {name.removeprefix(_COUNTER): n for name, n in counters.items() if name.startswith(_COUNTER)}
 
@@ -175,6 +273,13 @@ def compile_counts() -> dict[str, int]:
         "generated_kernels": metrics.generated_kernel_count,
         "external_calls": counters["inductor"]["extern_calls"],
     }
+
+
+def nodes_compiled() -> int:
+    """How many nodes Inductor has made code for in this process so far, or had made it when the code was cached."""
+    from torch._inductor import metrics
+
+    return metrics.ir_nodes_pre_fusion
 
 
 def cache_directory() -> str:

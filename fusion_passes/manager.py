@@ -28,7 +28,7 @@ from fusion_passes.graph import place
 from fusion_passes.idioms import Idioms, NearMiss, recognize
 from fusion_passes.idioms.reading import made_by, op_name
 from fusion_passes.in_place import reads_before_writes
-from fusion_passes.report import GraphReport, Miss, Report, RequiredFusionError, Site
+from fusion_passes.report import MOVES, GraphReport, Miss, Report, RequiredFusionError, Site
 from fusion_passes.rewrite import (
     Insertion,
     check_order,
@@ -54,11 +54,16 @@ class PostGradPassManager(inductor.CustomGraphPass):
         """judge: raise RequiredFusionError from the first graph that has places for a required fusion and takes none,
         for who has no later moment to look at the whole.  torch wraps it, since it comes out of the compiler."""
         inductor.check_torch()
+        _check_arguments(config, report)
         self.judge = judge
         self.config = config
-        self.report = Report() if report is None else report
-        self.report.on_read(compiled.collect)
-        self.report.knows(rule.name for rule in config.extra_fusions)
+        self.own = Report()
+        """The graphs of this manager alone; `report` may be shared by several."""
+        self.report = self.own if report is None else report
+        self._reports = {self.own, self.report}
+        for each in self._reports:
+            each.on_read(compiled.collect)
+            each.knows(rule.name for rule in config.extra_fusions)
         self.rules: tuple[Rule[Any], ...] = tuple(
             rule for rule in (*config.extra_fusions, *FUSIONS) if config.switch(rule) is not Switch.OFF
         )
@@ -69,15 +74,20 @@ class PostGradPassManager(inductor.CustomGraphPass):
 
     def uuid(self) -> str | None:
         """Inductor's cache key for this pass; None while debugging, since a graph from the cache is not dumped."""
-        compiled.asking(self.report)
+        if inductor.hook_runs():
+            compiled.asking(self)
+            for each in self._reports:
+                each.expect(True)
         if self.config.debug_dir is not None:
             return None
-        return compiled.key(self.config.key(), self.config.extra_fusions)
+        # Judged code is kept apart: what another way of compiling has put into the cache was not judged.
+        judged = " judged" if self.judge and self.config.required else ""
+        return compiled.key(self.config.key() + judged, self.config.extra_fusions)
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite `graph`.  A failure of a rule leaves the place as it was, with its reason in the report; only a graph
         that does not pass lint afterwards is an error, since it must not be compiled."""
-        compiled.asking(self.report)
+        compiled.asking(self)
         graph_id = secrets.token_hex(8)
         dump = GraphDump.open(self.config.debug_dir)
         nodes_before = len(graph.nodes)
@@ -98,12 +108,11 @@ class PostGradPassManager(inductor.CustomGraphPass):
                 graph.lint()
         dump.graph("after", graph)
 
-        result = GraphReport(graph_id, tuple(sites), misses, seconds, nodes_before, len(graph.nodes))
+        rules = tuple(rule.name for rule in self.rules)
+        result = GraphReport(graph_id, tuple(sites), misses, seconds, nodes_before, len(graph.nodes), rules=rules)
         dump.report(result)
-        self.report.add(result)
         compiled.keep(result, on_disk=self.config.debug_dir is None)
-        result.log(log)
-        self._judge(sites, misses)
+        self.take(result)
 
     def _fuse(self, idioms: Idioms) -> tuple[list[Site], set[Node], set[Node], Idioms]:
         """Try every rule in order.  Returns all sites, the nodes that are still to be erased since their place was
@@ -168,7 +177,7 @@ class PostGradPassManager(inductor.CustomGraphPass):
         for done in reads_before_writes(graph, Effects(graph, inductor.may_inline)):
             reads = ", ".join(sorted({op_name(made_by(read)) for read in done.reads}))
             what = f"{op_name(done.write)} in place: {reads} of what was there before comes first"
-            yield Site("in_place_writes", MatchStatus.MOVED, "", place(done.write), what)
+            yield Site(MOVES, MatchStatus.MOVED, "", place(done.write), what)
 
     def _misses(self, idioms: Idioms, sites: list[Site], places: set[Node]) -> tuple[Miss, ...]:
         """What nearly was a place, by the rules and, where a rule found none in this graph, by the idioms."""
@@ -184,17 +193,29 @@ class PostGradPassManager(inductor.CustomGraphPass):
         misses += (m for m in idioms.near_misses if m.node not in told and (idle or m.what in anchors))
         return tuple(Miss(miss.what, miss.reason, place(miss.node)) for miss in misses)
 
-    def _judge(self, sites: list[Site], misses: tuple[Miss, ...]) -> None:
+    def take(self, result: GraphReport) -> None:
+        """Report what happened to a graph, now or when it was compiled, and judge it."""
+        for each in self._reports:
+            each.add(result)
+        result.log(log)
+        if self.judge:
+            self._judge(result)
+
+    def finished(self) -> None:
+        """Nothing is left to hear of what Inductor asked for."""
+        for each in self._reports:
+            each.expect(False)
+
+    def _judge(self, result: GraphReport) -> None:
         """Where a fusion that was asked for by name took no place in this graph: raise if it is required, else warn.
 
         A graph without a place says nothing: a model can be compiled in pieces.  `Report.require` judges the whole.
+        Code from the cache raises nothing, since what was raised for was not cached (see `uuid`).
         """
-        if not self.judge:
-            return
         for rule in self.rules:
-            mine = [site for site in sites if site.rule == rule.name]
+            mine = [site for site in result.sites if site.rule == rule.name]
             reasons = [f"{site.where}: {site.status}: {site.reason}" for site in mine]
-            reasons += [f"{miss.where}: {miss.reason}" for miss in misses if miss.what == rule.name]
+            reasons += [f"{miss.where}: {miss.reason}" for miss in result.misses if miss.what == rule.name]
             if not reasons or any(site.status is MatchStatus.FUSED for site in mine):
                 continue
             told = "\n  ".join(reasons)
@@ -202,6 +223,14 @@ class PostGradPassManager(inductor.CustomGraphPass):
                 raise RequiredFusionError(f"{rule.name} is required and no place in this graph took it:\n  {told}")
             if rule.name in self.config.asked_for:
                 log.warning("fusion_passes: %s was asked for and applied nowhere in this graph:\n  %s", rule.name, told)
+
+
+def _check_arguments(config: object, report: object) -> None:
+    if not isinstance(config, PassConfig):
+        raise TypeError(f"PostGradPassManager takes a PassConfig, not {config!r}: write PassConfig(...)")
+    if not isinstance(report, (Report, type(None))):
+        made = "report=fusion_passes.Report()"
+        raise TypeError(f"report={report!r}: must be a Report; make one first, keep it, and write {made}")
 
 
 def _custom_op(name: str, lacks: str) -> bool:

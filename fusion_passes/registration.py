@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, overload
 
 import torch
 
-from fusion_passes import inductor
-from fusion_passes.config import PassConfig
+from fusion_passes import inductor, switch
+from fusion_passes.config import Config, PassConfig, as_config
 from fusion_passes.manager import PostGradPassManager
 from fusion_passes.report import Report
 
 log = logging.getLogger("fusion_passes")
 
 Model = TypeVar("Model", bound=Callable[..., Any])
-Config = PassConfig | Mapping[str, Any] | None
-"""Settings: a `PassConfig`, a plain dict of them, or None for the environment (`PassConfig.from_env`)."""
 
 
 def inductor_options(
@@ -34,18 +33,20 @@ def inductor_options(
 
     Args:
         config: what to fuse: a `PassConfig`, a dict of its settings, or None to read the environment.
-        options: your own Inductor options.  A `post_grad_custom_post_pass` in them, or one that is set globally, runs
-            first and is kept.
+        options: your own Inductor options.  A `post_grad_custom_post_pass` in them is kept and runs first; without one
+            in them, so does whatever is set globally when a graph is compiled.
         mode: what you would have given to `torch.compile(mode=)`, which does not accept `options` beside it.
         dynamic: what you give to `torch.compile(dynamic=)`; some modes depend on it.
         report: filled at each compilation with what was fused, what was not, and why.
 
     A required fusion is judged graph by graph here: the first that has places for it and takes none raises
-    RequiredFusionError, wrapped by torch.  `compile` and `enabled` judge the whole model instead.
+    RequiredFusionError, wrapped by torch; one that raised is not cached.  `compile` and `enabled` judge the whole model
+    instead.
 
-    Raises RuntimeError if torch is too old, or the mode is unknown.
+    Raises RuntimeError if torch is too old, or the mode is unknown; TypeError or ValueError for an argument that cannot
+    be, saying what can.
     """
-    manager = PostGradPassManager(_settings(config), report)
+    manager = PostGradPassManager(as_config(config), report)
     return inductor.chained_options(manager, options, mode, dynamic)
 
 
@@ -87,9 +88,14 @@ def compile(  # noqa: A001
 ) -> Any:
     """`torch.compile` with the passes; takes everything that `torch.compile` takes, also `mode` beside `options`.
 
-    A fusion that `config` requires and that was applied nowhere raises RequiredFusionError at the first call.  For the
-    other arguments see `inductor_options`.
+    A fusion that `config` requires and that was applied nowhere raises RequiredFusionError at the first call, also
+    where nothing was compiled, and where the code came from a cache.  For the other arguments, and what else is raised,
+    see `inductor_options`.
     """
+    settings = as_config(config)
+    for name in torch_compile_kwargs.keys() & {f.name for f in dataclasses.fields(PassConfig)}:
+        value = torch_compile_kwargs[name]
+        raise TypeError(f"{name} is a setting of the passes: write compile(model, {{{name!r}: {value!r}}})")
     if model is None:
         return functools.partial(
             compile,
@@ -104,53 +110,53 @@ def compile(  # noqa: A001
         raise ValueError(
             f"the passes run in Inductor, not in backend={torch_compile_kwargs['backend']!r}: leave it out"
         )
-    settings = _settings(config)
-    report = Report() if report is None else report
+    if not callable(model):
+        raise TypeError(f"compile({model!r}): must be a module or a function; settings go behind it, or into config=")
     manager = PostGradPassManager(settings, report, judge=False)
     merged = inductor.chained_options(manager, options, mode, dynamic)
     compiled = torch.compile(model, options=merged, dynamic=dynamic, **torch_compile_kwargs)
-    return _judged(compiled, settings, report)
+    return _judged(compiled, settings, manager.own)
 
 
-@contextmanager
-def enabled(config: Config = None, *, report: Report | None = None) -> Iterator[Report]:
+def enabled(config: Config = None, *, report: Report | None = None) -> AbstractContextManager[Report]:
     """Run the passes in every compilation of the block, also where code that you cannot reach calls `torch.compile`.
 
     What counts is when a graph is compiled (the first call), not when `torch.compile` is called.  A pass that is set
-    globally runs first; at the end everything is as it was.  Yields the report.  Raises RequiredFusionError at the end
-    for a required fusion that was applied nowhere.
+    globally, before or in the block, is kept and runs first; at the end ours are gone, and the rest is as it was left.
+    An inner block goes before an outer one, and before `enable`.  Code whose own options set a
+    `post_grad_custom_post_pass` replaces ours, which is a warning.  Other threads are not concerned.
+
+    Yields the report.  Raises RequiredFusionError at the end for a required fusion that was applied nowhere, also where
+    nothing was compiled; TypeError or ValueError for an argument that cannot be.
     """
-    settings = _settings(config)
-    manager = PostGradPassManager(settings, report, judge=False)
-    with inductor.patched(manager):
+    return _enabled(PostGradPassManager(as_config(config), report, judge=False))
+
+
+@contextmanager
+def _enabled(manager: PostGradPassManager) -> Iterator[Report]:
+    switch.enter_block(manager)
+    try:
         yield manager.report
-    _judge(settings, manager.report)
-
-
-_global = ExitStack()
+    finally:
+        switch.leave_block(manager)
+    _judge(manager.config, manager.own)
 
 
 def enable(config: Config = None, *, report: Report | None = None) -> Report:
-    """Run the passes in every compilation of this process from now on, until `disable`.  Returns the report.
+    """Run the passes in every compilation of this process from now on, in all threads, until `disable`.  Returns the
+    report.
 
-    Called again, the new settings take the place of the old.  Required fusions are judged graph by graph; call
-    `report.require(name)` for the whole.
+    Called again, the new settings take the place of the old.  A pass that is set globally, before or later, is kept and
+    runs first.  Required fusions are judged graph by graph; call `report.require(name)` for the whole.
     """
-    disable()
-    manager = PostGradPassManager(_settings(config), report)
-    _global.enter_context(inductor.patched(manager))
+    manager = PostGradPassManager(as_config(config), report)
+    switch.switch_process(manager)
     return manager.report
 
 
 def disable() -> None:
-    """Undo `enable`: the hook is what it was before."""
-    _global.close()
-
-
-def _settings(config: Config) -> PassConfig:
-    if config is None:
-        return PassConfig.from_env()
-    return config if isinstance(config, PassConfig) else PassConfig.from_dict(config)
+    """Undo `enable`: ours are gone from the hook, and the rest is as it was left."""
+    switch.switch_process(None)
 
 
 def _judge(config: PassConfig, report: Report) -> None:
@@ -158,7 +164,7 @@ def _judge(config: PassConfig, report: Report) -> None:
     for name in config.asked_for:
         if name in config.required:
             report.require(name)
-        elif report.graphs and report.count(rule=name) == 0:
+        elif report.count(rule=name) == 0:
             log.warning("fusion_passes: %s was asked for and applied nowhere:\n  %s", name, report.why_not(name))
 
 

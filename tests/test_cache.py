@@ -99,7 +99,7 @@ def test_nothing_changed_is_reused_and_the_report_says_so(processes):
     shutil.rmtree(processes.folder / "cache" / "fusion_passes")
     third = processes.run()
     assert (third["from_cache"], third["known"]) == (True, False)
-    assert "what was fused is not on disk any more" in third["text"]
+    assert "places and reasons are not on disk any more): 1 fused" in third["text"]
 
 
 def test_a_changed_rule_is_compiled_anew(processes):

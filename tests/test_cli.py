@@ -182,6 +182,17 @@ def test_wrong_settings(file, capsys, arguments, told):
     assert refused(capsys, file(SMALL), *arguments).startswith(told)
 
 
+def test_a_folder_for_graphs_that_cannot_be_made(file, capsys):
+    told = refused(capsys, file(SMALL), "--debug", file("", "taken"))
+    assert told.startswith("the folder for graphs, taken, cannot be made")
+    assert "give another one" in told
+
+
+def test_checks_that_are_neither_on_nor_off(file, capsys, monkeypatch):
+    monkeypatch.setenv("FUSION_PASSES_CHECK", "yes")
+    assert refused(capsys, file(SMALL)).startswith("FUSION_PASSES_CHECK='yes': must be 1")
+
+
 def test_wrong_settings_in_the_file_and_the_environment(file, capsys, monkeypatch):
     assert refused(capsys, file(SMALL + "CONFIG = {'lvl': 1}\n")).startswith("unknown setting of PassConfig 'lvl'")
     assert refused(capsys, file(SMALL + "CONFIG = 3\n", "other.py")).startswith("CONFIG is a int: make it a PassConfig")

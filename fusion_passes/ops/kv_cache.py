@@ -7,6 +7,7 @@ what lies outside the cache is neither written nor read.
 """
 
 import os
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,11 +19,19 @@ HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHECK_VARIABLE = "FUSION_PASSES_CHECK"
 
 
+def checks_wanted(environ: Mapping[str, str]) -> bool:
+    """Whether FUSION_PASSES_CHECK asks for the values to be checked on a GPU.  Raises ValueError unless it is 0 or
+    1."""
+    text = environ.get(CHECK_VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{CHECK_VARIABLE}={text!r}: must be 1 (check the values of indices on a GPU) or 0 (do not)")
+    return text == "1"
+
+
 def values_are_checked(device: torch.device) -> bool:
     """Whether an op looks at the values of its indices on this device."""
-    if device.type == "cpu":
-        return True
-    return os.environ.get(CHECK_VARIABLE, "0") not in ("", "0") and not torch.cuda.is_current_stream_capturing()
+    wanted = checks_wanted(os.environ)
+    return device.type == "cpu" or (wanted and not torch.cuda.is_current_stream_capturing())
 
 
 def validate_cache(key_cache: Tensor, value_cache: Tensor) -> None:
