@@ -1,7 +1,8 @@
 """The key of a user's rule: another one after a change to anything that the rule reaches, the same one after none.
 
-`CHANGES` are rules with one number in them, wherever it may stand.  Three processes read them all: two with the same
-number and other hashes of text, one with another number.  Nothing is compiled here; `test_cache.py` does that.
+`CHANGES` are rules with one number in them, wherever it may stand.  Three processes read them all: one compiles the
+modules, one with other hashes of text takes them as they were compiled, one finds another number, in another folder.
+No graph is compiled here; `test_cache.py` does that.
 """
 
 import enum
@@ -242,19 +243,20 @@ print(json.dumps(keys))
 
 def keys_of(folder: Path, number: str, seed: str) -> dict[str, list[str | None]]:
     """The key of every case, asked for twice, in a process of its own."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     cases = {f"case_{i}": case for i, case in enumerate([*CHANGES.values(), *SAME.values()])}
     for name, (text, others) in cases.items():
         for file, content in {"": START + text, **others}.items():
             path = folder / (f"{name}_{file}" if file else name)
             path = path if path.suffix else path.with_suffix(".py")
-            path.write_text(content.replace("NUMBER", number).replace("NAME", name))
+            if not path.exists():
+                path.write_text(content.replace("NUMBER", number).replace("NAME", name))
     (folder / "program.py").write_text(PROGRAM)
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed, "FACTOR": number, "TRITON_INTERPRET": "0"}
     done = subprocess.run(
         [sys.executable, "program.py", json.dumps(list(cases))],
         cwd=folder,
-        env=env | {"PYTHONDONTWRITEBYTECODE": "1"},
+        env=env,
         capture_output=True,
         text=True,
         check=False,
@@ -270,7 +272,7 @@ def keys(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rules")
     return (
         keys_of(folder / "first", "2.0", "1"),
-        keys_of(folder / "again", "2.0", "2"),
+        keys_of(folder / "first", "2.0", "2"),
         keys_of(folder / "changed", "7.0", "1"),
     )
 
@@ -605,6 +607,7 @@ DIFFERENT = [
     (Words(a=1), {"a": 1}),
     (pathlib.PurePosixPath("a"), pathlib.PurePosixPath("b")),
     (torch.float16, torch.bfloat16),
+    (torch.finfo(torch.float16), torch.finfo(torch.bfloat16)),
     (torch.device("cpu"), torch.device("meta")),
     (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
     (torch.zeros(2, 3), torch.zeros(3, 2)),
@@ -637,6 +640,17 @@ def test_what_refers_to_itself():
     second.append([second])
     assert reach.digest(first) == reach.digest(first)
     assert reach.digest(first) != reach.digest(second)
+
+    def family(name):
+        parent, child = types.SimpleNamespace(), Child()
+        parent.children, child.parent, child.name = {child}, parent, name
+        return parent
+
+    assert reach.digest(family("a")) == reach.digest(family("a")) != reach.digest(family("b"))
+
+
+class Child:
+    pass
 
 
 def test_an_installed_package_counts_by_its_version():

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import time
+import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -52,9 +54,9 @@ def key(config_key: str, rules: Iterable[Rule[Any]]) -> str | None:
 
 def _of(rule: Rule[Any]) -> str:
     """Of a user's rule: all that it reaches, and what it makes of its examples."""
-    involved = [type(rule), *type(rule).__mro__, *vars(rule).values()]
-    modules = {str(getattr(item, "__module__", "")).partition(".")[0] for item in involved}
-    own = {name for name in modules if name not in ("", "builtins") and _is_of_a_user(name)}
+    functions = (item for item in vars(rule).values() if isinstance(item, types.FunctionType))
+    packages = {str(item.__module__).partition(".")[0] for item in (*type(rule).__mro__, *functions)}
+    own = {package for package in packages if _is_of_a_user(package)}
     try:
         state = reach.digest(rule, own)
         return state + _products(rule, own, state)
@@ -100,10 +102,11 @@ def _files() -> tuple[str, str]:
     baked into cached code.  And the file, if any, that is newer than what this process has imported."""
     digest = hashlib.sha256()
     touched = ""
+    now = time.time()  # a time after it is none of a change: the clock of another machine
     for file in sorted(p for kind in ("*.py", "*.json") for p in PACKAGE.rglob(kind)):
         name = str(file.relative_to(PACKAGE))
         status = file.stat()
-        if max(status.st_mtime, status.st_ctime) > fusion_passes.IMPORTED_AT:
+        if fusion_passes.IMPORTED_AT < max(status.st_mtime, status.st_ctime) <= now:
             touched = touched or name
         digest.update(name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest(), touched

@@ -10,17 +10,15 @@ process: it has no addresses, no file names, and no order that depends on hashes
 from __future__ import annotations
 
 import builtins
-import copyreg
-import ctypes
 import functools
 import hashlib
 import importlib
-import importlib.util
 import logging
 import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,8 +29,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusion_passes.cache_key import op
-from fusion_passes.cache_key.code import Chain, Import, reads
+from fusion_passes.cache_key.code import Chain, reads
+from fusion_passes.cache_key.names import NO_STATE, cell_content, follow, imported, is_global
 from fusion_passes.cache_key.origin import version
+from fusion_passes.cache_key.state import content, file_state, hides_state, reduced
 from fusion_passes.rule import Rule
 
 MOST_BYTES = 16 << 20
@@ -69,37 +69,6 @@ _BY_NAME = (
 )
 _INERT = (logging.Logger, logging.LoggerAdapter, type(threading.Lock()), type(threading.RLock()), torch.library.Library)
 """Objects that change nothing of what is computed."""
-_NO_STATE = frozenset(
-    {
-        "__abstractmethods__",
-        "__annotate__",
-        "__annotate_func__",
-        "__annotations__",
-        "__annotations_cache__",
-        "__builtins__",
-        "__cached__",
-        "__dataclass_fields__",
-        "__dataclass_params__",
-        "__dict__",
-        "__doc__",
-        "__file__",
-        "__firstlineno__",
-        "__loader__",
-        "__match_args__",
-        "__module__",
-        "__name__",
-        "__orig_bases__",
-        "__package__",
-        "__parameters__",
-        "__path__",
-        "__qualname__",
-        "__slotnames__",
-        "__spec__",
-        "__static_attributes__",
-        "__weakref__",
-        "_abc_impl",
-    }
-)
 _NOTES_OF_DYNAMO = ("_torchdynamo", "__dynamo")
 _PLAIN = "Replace it by what the rule needs of it: numbers, text, a dataclass of such."
 _COMPUTED_CODE = "Write out what it runs, as functions."
@@ -127,7 +96,8 @@ class _Reader:
         self.digest = hashlib.sha256()
         self.met: list[_Met] = []
         self.index: dict[tuple[int, bool], int] = {}
-        self.bytes = 0
+        self.bytes = self.count = 0
+        self.within: frozenset[int] = frozenset()
         self.current = -1
         self.runs_later = False
 
@@ -136,7 +106,8 @@ class _Reader:
             self.visit(root, "")
             while self.current + 1 < len(self.met):
                 self.current += 1
-                if self.current > MOST_OBJECTS:
+                self.count += 1
+                if self.count > MOST_OBJECTS:
                     self.current = 0
                     raise UnkeyableError(f"it reaches more than {MOST_OBJECTS} objects", _PLAIN)
                 met = self.met[self.current]
@@ -165,6 +136,10 @@ class _Reader:
         """Put a primitive, or a reference to an object that is read later."""
         if type(item) in _PRIMITIVE:
             self.put(type(item).__name__, hex(item) if type(item) is int else repr(item))
+            return
+        if type(item) is tuple:  # at once: equal ones may be one object or several
+            self.put("tuple")
+            self.visit_all(item, name)
             return
         at = self.index.setdefault((id(item), self.runs_later), len(self.met))
         if at == len(self.met):
@@ -205,7 +180,7 @@ class _Reader:
             self.visit(item.__func__, "")
             self.visit(item.__self__, "__self__")
         elif isinstance(item, types.CellType):
-            self.visit(_content(item), "")
+            self.visit(cell_content(item), "")
         elif isinstance(item, (types.BuiltinFunctionType, types.MethodWrapperType)):
             self.builtin(item)
         elif isinstance(item, _BY_NAME):
@@ -220,6 +195,10 @@ class _Reader:
             self.visit(item.__wrapped__, "")
         elif isinstance(item, _INERT):
             pass
+        elif isinstance(item, (torch.finfo, torch.iinfo)):
+            self.put(item)
+        elif isinstance(item, weakref.ref):
+            self.visit(item(), "")
         elif isinstance(item, ContextVar):
             self.put(item.name)
             self.visit(item.get(None), "its value")
@@ -249,7 +228,7 @@ class _Reader:
         installed = self.version(module)
         if installed is not None:
             self.put(installed, str(module), fn.__code__.co_qualname)
-            if fn.__closure__ and not _is_global(fn, str(module)):  # a decorator around a function of the user's
+            if fn.__closure__ and not is_global(fn, str(module)):  # a decorator around a function of the user's
                 self.visit_all(fn.__closure__)
             return
         found = reads(fn.__code__)
@@ -261,32 +240,32 @@ class _Reader:
         used = []
         self.put(len(fn.__closure__ or ()))
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            value = _content(cell)
+            value = cell_content(cell)
             if isinstance(value, types.ModuleType):
-                used += [(chain, *_follow(value, chain[1:])) for chain in found.closure if chain[0] == name]
+                used += [(chain, *follow(value, chain[1:])) for chain in found.closure if chain[0] == name]
             else:
                 self.visit(value, name)
         for chain in found.globals:
             if chain[0] in fn.__globals__:
                 value = fn.__globals__[chain[0]]
-                if type(value) is str and chain[0] not in _NO_STATE:
+                if type(value) is str and chain[0] not in NO_STATE:
                     texts.append(value)
                 self.put(".".join(chain))
-                if chain[0] not in _NO_STATE:
-                    used.append((chain, *_follow(value, chain[1:])))
+                if chain[0] not in NO_STATE:
+                    used.append((chain, *follow(value, chain[1:])))
             else:
                 self.put(".".join(chain), "built in" if hasattr(builtins, chain[0]) else "undefined")
                 if chain[0] in ("eval", "exec", "globals", "__import__") and hasattr(builtins, chain[0]):
                     raise UnkeyableError(f"{fn.__qualname__} calls {chain[0]}", _COMPUTED_CODE)
         for what, chain in found.imported:
             self.put(what.module, what.name, what.level, ".".join(chain))
-            used.append(((what.module, what.name, *chain), *_imported(what, chain, fn.__globals__)))
+            used.append(((what.module, what.name, *chain), *imported(what, chain, fn.__globals__)))
         for chain, value, rest in used:
             self.use(chain, value, rest, texts)
 
     def use(self, chain: Chain, value: object, rest: Chain, texts: list[str]) -> None:
         """What a function reads: `chain`, which is `value` up to the attributes `rest`.  texts: what it may ask by."""
-        if value is os.environ or value in (os.getenv, getattr(os, "environb", None)):
+        if value is os.environ or value is os.getenv:
             for name in sorted(set(texts)):
                 self.put(name, os.environ.get(name, "unset"))
         elif value is importlib.import_module:
@@ -308,7 +287,7 @@ class _Reader:
             return
         self.visit(type(cls), "its metaclass")
         self.visit_all(cls.__bases__, "a base")
-        self.visit_named({name: value for name, value in vars(cls).items() if name not in _NO_STATE})
+        self.visit_named({name: value for name, value in vars(cls).items() if name not in NO_STATE})
 
     def module(self, module: types.ModuleType) -> None:
         """One that is handed on as a value, so that anything in it may be used."""
@@ -318,19 +297,19 @@ class _Reader:
             return
         file = getattr(module, "__file__", None)
         if file is not None and not file.endswith((".py", ".pyc")):
-            self.put(*_file_state(file))
+            self.put(*file_state(file))
         else:
-            self.visit_named({name: value for name, value in vars(module).items() if name not in _NO_STATE})
+            self.visit_named({name: value for name, value in vars(module).items() if name not in NO_STATE})
 
     def builtin(self, item: types.BuiltinFunctionType | types.MethodWrapperType) -> None:
         self.put(item.__qualname__)
         owner = item.__self__
-        if isinstance(owner, types.ModuleType) or owner is None:
+        if isinstance(owner, types.ModuleType) or owner is None or type(owner).__name__ == "PyCapsule":  # pybind11's
             module = item.__module__ or ""
             self.put(module, self.version(module) or "")
             file = getattr(sys.modules.get(module), "__file__", None)
             if self.version(module) is None and file is not None:
-                self.put(*_file_state(file))
+                self.put(*file_state(file))
         else:
             self.visit(owner, "__self__")
 
@@ -349,7 +328,7 @@ class _Reader:
             self.runs_later = before
         if op.is_cpp(item):
             for library in sorted(torch.ops.loaded_libraries):
-                self.put(*_file_state(library))
+                self.put(*file_state(library))
 
     def graph(self, traced: GraphModule) -> None:
         """A traced function: its nodes, numbered, with the constants and the kernels that they call."""
@@ -394,43 +373,42 @@ class _Reader:
         if t.device.type == "meta" or isinstance(t, torch._subclasses.FakeTensor):
             return
         self.take(t.numel() * t.element_size(), what)
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            dense = t.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            count = dense.numel() * dense.element_size()
-            # Without NumPy, which torch does not need.
-            self.put((ctypes.c_char * count).from_address(dense.data_ptr()).raw if count else b"")
+        self.put(content(t))
 
     def any_object(self, item: Any) -> None:
         """Any object: its class, and its state as pickle would take it; of a user's own class all of it."""
         kind = type(item)
         self.visit(kind, "")
-        if self.runs_later and kind is not tuple:
+        if self.runs_later:
             return
-        if isinstance(item, dict):
-            self.visit_dict(item)
-        elif isinstance(item, types.MappingProxyType):
+        if isinstance(item, (dict, types.MappingProxyType)):
             self.visit_dict(dict(item))
         elif isinstance(item, (list, tuple)):
             self.visit_all(item)
         elif isinstance(item, (set, frozenset)):
-            self.put(*sorted(self.element(element) for element in item))
+            self.elements(item)
         elif isinstance(item, _VALUES):
             base = next(base for base in _VALUES if isinstance(item, base))
             self.put(base.__repr__(item))
-        elif _hides_state(kind) or self.version(kind.__module__) is not None:
+        elif hides_state(kind) or self.version(kind.__module__) is not None:
             self.take(getattr(item, "nbytes", 0), f"an array {kind.__qualname__}")
-            self.reduced(item)
+            self.by_pickle(item)
             return
         if type(item) not in (dict, list, tuple, set, frozenset, bytearray):
             self.state(object.__getstate__(item), kind)
 
-    def element(self, item: object) -> str:
-        inner = _Reader(self.own)
-        inner.bytes = self.bytes
-        try:
-            return inner.run(item)
-        finally:
-            self.bytes = inner.bytes
+    def elements(self, items: Iterable[object]) -> None:
+        """Of a set: each read by itself, since they have no order of their own."""
+        if id(items) in self.within:
+            self.put("a set around this one")
+            return
+        digests = []
+        for item in items:
+            inner = _Reader(self.own)
+            inner.within, inner.bytes, inner.count = self.within | {id(items)}, self.bytes, self.count
+            digests.append(inner.run(item))
+            self.bytes, self.count = inner.bytes, inner.count
+        self.put(*sorted(digests))
 
     def state(self, state: Any, kind: type) -> None:
         """What pickle calls the state: the attributes, or a pair of them and of what is in slots."""
@@ -438,10 +416,9 @@ class _Reader:
             cached = {n for n in part or () if isinstance(getattr(kind, n, None), functools.cached_property)}
             self.visit_named({name: value for name, value in (part or {}).items() if name not in cached})
 
-    def reduced(self, item: Any) -> None:
+    def by_pickle(self, item: Any) -> None:
         try:
-            reduce = copyreg.dispatch_table.get(type(item))
-            parts = reduce(item) if reduce is not None else item.__reduce_ex__(4)
+            parts = reduced(item)
         except Exception as error:
             raise UnkeyableError(
                 f"a {type(item).__qualname__} has no state that can be read ({error})", _PLAIN
@@ -453,58 +430,3 @@ class _Reader:
         self.visit(function, "")
         self.visit_all(arguments)
         self.visit_all([list(part) if isinstance(part, Iterator) else part for part in rest])
-
-
-def _content(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return "an empty cell"
-
-
-def _is_global(fn: types.FunctionType, module: str) -> bool:
-    found: object = sys.modules.get(module)
-    for name in fn.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is fn
-
-
-def _follow(value: object, attributes: Chain) -> tuple[object, Chain]:
-    """The first thing on the way that is no module: it is read as a whole.  With the attributes that are left."""
-    rest = attributes
-    while rest and (isinstance(value, types.ModuleType) or op.is_namespace(value)):
-        try:
-            value = getattr(value, rest[0])
-        except Exception:  # of a lazy module, anything
-            break
-        rest = rest[1:]
-    return value, rest
-
-
-def _imported(what: Import, attributes: Chain, namespace: Mapping[str, Any]) -> tuple[object, Chain]:
-    """What an import statement in a function binds, and its attributes.  The module of a user's is imported."""
-    package = namespace.get("__package__") or ""
-    name = importlib.util.resolve_name("." * what.level + what.module, package) if what.level else what.module
-    path = (*((what.name,) if what.name else ()), *attributes)
-    if name not in sys.modules and (installed := version(name)) is not None:
-        return installed, ()
-    try:
-        module = importlib.import_module(name)
-        if what.name and not hasattr(module, what.name):
-            importlib.import_module(f"{name}.{what.name}")
-    except Exception as error:
-        return f"cannot be imported: {type(error).__name__}", ()
-    return _follow(sys.modules[name.partition(".")[0]] if what.top else module, path)
-
-
-def _hides_state(kind: type) -> bool:
-    """True of a class that keeps something where Python does not see it, neither in attributes nor in slots."""
-    slots = sum(isinstance(v, types.MemberDescriptorType) for base in kind.__mro__ for v in vars(base).values())
-    seen = object.__basicsize__ + 8 * ((kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0) + slots)
-    return bool(kind.__itemsize__) or kind.__basicsize__ > seen
-
-
-def _file_state(file: str) -> tuple[str, int, int]:
-    """A library of machine code, by its name, size and time of change: reading it would take too long."""
-    status = os.stat(file)
-    return os.path.basename(file), status.st_size, status.st_mtime_ns
