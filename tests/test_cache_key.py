@@ -232,17 +232,18 @@ SAME: dict[str, tuple[str, dict[str, str]]] = {
 PROGRAM = """
 import importlib, json, logging, sys
 import fusion_passes
+from fusion_passes.cache_key import reach
 keys = {}
 for name in json.loads(sys.argv[1]):
     rule = importlib.import_module(name).RULE
     manager = fusion_passes.PostGradPassManager(fusion_passes.PassConfig(extra_fusions=(rule,)))
-    keys[name] = [manager.uuid(), manager.uuid()]
+    keys[name] = [manager.uuid(), manager.uuid(), reach.digest(rule)]
 print(json.dumps(keys))
 """
 
 
 def keys_of(folder: Path, number: str, seed: str) -> dict[str, list[str | None]]:
-    """The key of every case, asked for twice, in a process of its own."""
+    """The key of every case, asked for twice, and the digest of what the rule reaches; in a process of its own."""
     folder.mkdir(exist_ok=True)
     cases = {f"case_{i}": case for i, case in enumerate([*CHANGES.values(), *SAME.values()])}
     for name, (text, others) in cases.items():
@@ -281,13 +282,16 @@ def keys(tmp_path_factory):
 def test_the_same_rule_has_the_same_key_in_every_process(keys, case):
     first, again, _ = keys
     assert None not in first[case]
-    assert len({*first[case], *again[case]}) == 1
+    assert first[case] == again[case]
+    assert first[case][0] == first[case][1]
 
 
 @pytest.mark.parametrize("case", CHANGES)
 def test_a_change_is_another_key(keys, case):
     first, _, changed = keys
     assert first[case][0] != changed[case][0]
+    if case != "a file that the replacement reads":  # which only a trace sees
+        assert first[case][2] != changed[case][2], "nothing but the trace has told"
 
 
 @pytest.mark.parametrize("case", SAME)

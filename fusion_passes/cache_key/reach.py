@@ -255,7 +255,7 @@ class _Reader:
                     used.append((chain, *follow(value, chain[1:])))
             else:
                 self.put(".".join(chain), "built in" if hasattr(builtins, chain[0]) else "undefined")
-                if chain[0] in ("eval", "exec", "globals", "__import__") and hasattr(builtins, chain[0]):
+                if chain[0] in ("eval", "exec", "globals", "__import__") and not self.runs_later:
                     raise UnkeyableError(f"{fn.__qualname__} calls {chain[0]}", _COMPUTED_CODE)
         for what, chain in found.imported:
             self.put(what.module, what.name, what.level, ".".join(chain))
@@ -270,7 +270,7 @@ class _Reader:
                 self.put(name, os.environ.get(name, "unset"))
         elif value is importlib.import_module:
             modules = sorted({name for name in texts if name in sys.modules and not name.startswith("_")})
-            if not modules:
+            if not modules and not self.runs_later:
                 raise UnkeyableError("it imports a module whose name is computed", _COMPUTED_CODE)
             for name in modules:
                 self.visit(sys.modules[name], name)
