@@ -11,6 +11,7 @@ Importing this registers the ops `torch.ops.fusion_passes.*` and needs neither T
 """
 
 import importlib
+import time
 from typing import TYPE_CHECKING, Any
 
 from fusion_passes import ops as ops
@@ -62,6 +63,9 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+IMPORTED_AT = time.time()
+"""What is newer than this on disk is not what runs in this process (`cache_key`)."""
 
 
 def __getattr__(name: str) -> Any:

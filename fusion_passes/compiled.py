@@ -1,4 +1,4 @@
-"""Compiled code outlives the process: its key in Inductor's cache, and the report of a graph that comes from there.
+"""Compiled code outlives the process: the report of a graph that comes from Inductor's cache.
 
 Inductor does not run the pass for code that it has in its cache.  But it asks the pass for its uuid before it looks,
 and the loaded code brings back the counters that were stored with it, among them the id of the report that was written
@@ -8,24 +8,13 @@ manager was asked belongs to that manager.  It is looked for when Dynamo has fin
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import hashlib
-import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Protocol
 
 from fusion_passes import inductor
 from fusion_passes.report import GraphReport
-from fusion_passes.rule import Rule
 
 log = logging.getLogger(__name__)
-
-PACKAGE = Path(__file__).parent
 
 
 class Asked(Protocol):
@@ -40,64 +29,6 @@ class Asked(Protocol):
 
 _asking: Asked | None = None
 _seen: dict[str, int] = {}
-
-
-def key(config_key: str, rules: Iterable[Rule[Any]]) -> str | None:
-    """Key of all that decides what the passes make of a graph: the package's source, the config, and the user's rules
-    with the source of their modules (not of modules that those import).  The same in every process.
-
-    None, so that nothing is cached, where a rule's source cannot be had: it could change unseen.
-    """
-    digest = hashlib.sha256(_package_source())
-    try:
-        texts = [config_key, *(text for rule in rules for text in _rule_texts(rule))]
-    except (OSError, TypeError) as error:
-        log.warning("compiled code is not cached: %s", error)
-        return None
-    for text in texts:
-        digest.update(text.encode() + b"\0")
-    return digest.hexdigest()
-
-
-def _rule_texts(rule: Rule[Any]) -> Iterator[str]:
-    """A rule's class and fields as text; for a class or a function, the source of the module that it comes from."""
-    yield from (rule.name, _module_source(type(rule)))
-    for f in dataclasses.fields(rule):
-        yield f.name
-        yield from _value_texts(getattr(rule, f.name))
-
-
-def _value_texts(item: object) -> Iterator[str]:
-    if isinstance(item, (tuple, list)):
-        for part in item:
-            yield from _value_texts(part)
-    elif inspect.isfunction(item):
-        yield f"{item.__qualname__}{item.__defaults__}"
-        yield _module_source(item)
-        for cell in item.__closure__ or ():
-            yield from _value_texts(cell.cell_contents)
-    elif isinstance(item, torch.Tensor):
-        yield f"{item.dtype}{list(item.shape)}"
-    else:
-        yield repr(item)
-
-
-@functools.cache
-def _package_source() -> bytes:
-    """Digest of every source file of the package; the kernels' too, since their layouts are baked into cached code."""
-    digest = hashlib.sha256()
-    for file in sorted(p for kind in ("*.py", "*.json") for p in PACKAGE.rglob(kind)):
-        digest.update(str(file.relative_to(PACKAGE)).encode() + file.read_bytes())
-    return digest.digest()
-
-
-@functools.cache
-def _module_source(thing: Callable[..., Any]) -> str:
-    module = inspect.getmodule(thing)
-    try:
-        return inspect.getsource(module if module is not None else thing)
-    except (OSError, TypeError) as error:
-        raise OSError(f"no source for {thing.__module__}.{thing.__qualname__}: put it into a file") from error
 
 
 def asking(manager: Asked) -> None:

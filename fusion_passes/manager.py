@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_passes import compiled, custom_ops, inductor
+from fusion_passes import cache_key, compiled, custom_ops, inductor
 from fusion_passes.config import PassConfig, Profitability, Switch
 from fusion_passes.debug import GraphDump
 from fusion_passes.effects import Effects
@@ -82,7 +82,7 @@ class PostGradPassManager(inductor.CustomGraphPass):
             return None
         # Judged code is kept apart: what another way of compiling has put into the cache was not judged.
         judged = " judged" if self.judge and self.config.required else ""
-        return compiled.key(self.config.key() + judged, self.config.extra_fusions)
+        return cache_key.key(self.config.key() + judged, self.config.extra_fusions)
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite `graph`.  A failure of a rule leaves the place as it was, with its reason in the report; only a graph

@@ -70,15 +70,36 @@ class TracedRule(Rule[TracedMatch]):
     @cached_property
     def _traced(self) -> GraphModule:
         try:
-            with FakeTensorMode():
-                # New tensors: one example given twice must not become one parameter.
-                inputs = [
-                    torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-                    for t in self.example_inputs
-                ]
-                return _trace(self.search, inputs)
+            return self._on_examples(self.search)
         except Exception as error:
             raise ValueError(f"{self.name}: search cannot be traced: {error}") from error
+
+    def _on_examples(self, fn: Callable[..., Any]) -> GraphModule:
+        with FakeTensorMode():
+            # New tensors: one example given twice must not become one parameter.
+            inputs = [
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in self.example_inputs
+            ]
+            return _trace(fn, inputs)
+
+    def _cache_state(self) -> dict[str, object]:
+        """The examples by what a trace sees of them: what is in them is not looked at, and mostly left uninitialised.
+        The pattern, since what `search` reads may have changed since it was made."""
+        examples = [
+            (tuple(x.shape), x.stride(), x.dtype, str(x.device)) if isinstance(x, Tensor) else x
+            for x in self.example_inputs
+        ]
+        return super()._cache_state() | {"example_inputs": examples, "pattern": self._traced}
+
+    def _cache_products(self) -> list[object]:
+        """The graphs of both functions: also what they read where nobody can follow, such as files, is seen there."""
+        products: list[object] = []
+        for fn in (self.search, self.replace):
+            try:
+                products.append(self._on_examples(fn))
+            except Exception as error:  # it may take the tensors of a match, though
+                products.append(type(error).__name__)
+        return products
 
     @cached_property
     def _pattern(self) -> Any:

@@ -18,6 +18,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 import torch
@@ -126,6 +127,17 @@ class Rule(ABC, Generic[M]):
     def describe(self, m: M) -> str:
         """The match in a few words for the report: shapes, dtypes, what is special."""
         return ""
+
+    def _cache_state(self) -> dict[str, object]:
+        """What the cache key covers of this rule, with all that it reaches, beside its class: all of its state but what
+        is computed from it."""
+        computed = {name for name in vars(self) if isinstance(getattr(type(self), name, None), cached_property)}
+        return {name: value for name, value in vars(self).items() if name not in computed}
+
+    def _cache_products(self) -> list[object]:
+        """What the cache key covers beside the state: what the rule makes of examples, where it has some.  Asked for
+        once for each state."""
+        return []
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from fusion_passes import PassConfig, PostGradPassManager, TracedRule, compiled
-from tests.traced_rules import relu_squared_rule, unfused
+from fusion_passes import PassConfig, PostGradPassManager
+from tests.traced_rules import relu_squared_rule
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,11 +63,19 @@ class Processes:
         (folder / "program.py").write_text(PROGRAM)
 
     def run(self, **config: object) -> dict:
+        return json.loads(self.python("program.py", json.dumps(config))[-1])
+
+    def run_file(self, text: str) -> list[str]:
+        """The lines that a program prints."""
+        (self.folder / "other.py").write_text(text)
+        return self.python("other.py")
+
+    def python(self, *command: str) -> list[str]:
         env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR_")}
         env |= {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"), "PYTHONPATH": str(self.folder)}
         env |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
-            [sys.executable, "program.py", json.dumps(config)],
+            [sys.executable, *command],
             cwd=self.folder,
             env=env,
             capture_output=True,
@@ -76,7 +83,12 @@ class Processes:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        return done.stdout.splitlines()
+
+    def replace(self, file: str, old: str, new: str) -> None:
+        path = self.folder / file
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
 
     def append(self, file: str, text: str) -> None:
         path = self.folder / file
@@ -104,7 +116,7 @@ def test_nothing_changed_is_reused_and_the_report_says_so(processes):
 
 def test_a_changed_rule_is_compiled_anew(processes):
     first = processes.run()
-    processes.append("rule.py", "\n# changed\n")
+    processes.replace("rule.py", "return torch.ops", "return 1.0 * torch.ops")
     second = processes.run()
     assert (second["from_cache"], second["fused"]) == (False, 1)
     assert first["uuid"] != second["uuid"]
@@ -115,58 +127,64 @@ def test_the_key_covers_options_rules_and_every_file_of_the_package(processes):
         return processes.run(uuid_only=True, **config)["uuid"]
 
     seen = [uuid(), uuid(profitability="ignore")]
-    for file in ("rule.py", "fusion_passes/fusions/attention_quant.py", "fusion_passes/kernels/attention_quant.py"):
-        processes.append(file, "\n# changed\n")
+    processes.replace("rule.py", "torch.relu(x) ** 2", "torch.relu(x) ** 2.0")
+    seen.append(uuid())
+    files = ("fusions/attention_quant.py", "kernels/attention_quant.py", "measured/kv_attention-rope_write.json")
+    for file in files:
+        processes.append(f"fusion_passes/{file}", "\n")
         seen.append(uuid())
     assert len(set(seen)) == len(seen)
 
 
 def test_the_key_takes_under_two_milliseconds():
-    compiled._package_source.cache_clear()
     config = PassConfig(extra_fusions=(relu_squared_rule(),))
     manager = PostGradPassManager(config)
     manager.uuid()
-    start = time.perf_counter()
-    manager.uuid()
-    assert time.perf_counter() - start < 2e-3
+    taken = []
+    for _ in range(5):  # the machine may be busy
+        start = time.perf_counter()
+        manager.uuid()
+        taken.append(time.perf_counter() - start)
+    assert min(taken) < 2e-3
 
 
-def test_a_function_s_closure_is_in_the_key():
-    def rule(factor):
-        return TracedRule(
-            name="scaled", search=unfused, replace=lambda x: unfused(x) * factor, example_inputs=(torch.empty(4),)
-        )
+STALE = """
+import torch, fusion_passes, helpers, mine
+def compiled(report):
+    torch._dynamo.reset()
+    config = fusion_passes.PassConfig(extra_fusions=(mine.RULE,))
+    fn = fusion_passes.compile(lambda x: torch.relu(x) ** 2, config, report=report)
+    with torch.no_grad():
+        return fn(torch.ones(2, 8))[0, 0].item()
+def step():
+    report = fusion_passes.Report()
+    print(compiled(report), report.graphs[0].from_cache)
+step()
+helpers.FACTOR = 5.0
+step()
+"""
+MINE = """
+import torch, fusion_passes
+def search(x):
+    return torch.relu(x) ** 2
+def replace(x):
+    from helpers import factor
+    return torch.relu(x) * factor()
+RULE = fusion_passes.TracedRule(name="mine", search=search, replace=replace, example_inputs=(torch.empty(4, 8),))
+"""
 
-    keys = {compiled.key("", (rule(factor),)) for factor in (1.0, 1.0, 2.0)}
-    assert len(keys) == 2
 
+def test_compiled_code_follows_what_the_rule_calls(processes):
+    """A helper of a lazily imported module, then its global: within one process, and from one to the next."""
+    (processes.folder / "mine.py").write_text(MINE)
 
-def test_a_rule_without_source_is_not_cached():
-    """It could change unseen: two rules typed at a prompt would share a key."""
-    namespace = {}
-    exec("def search(x):\n    return x.relu() ** 2\ndef replace(x):\n    return x.clamp(min=0) ** 2", namespace)
-    rule = TracedRule(
-        name="typed",
-        search=namespace["search"],
-        replace=namespace["replace"],
-        example_inputs=(torch.empty(4),),
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled.log, "warning", lambda *_: None)
-        assert compiled.key("", (rule,)) is None
+    def values(factor: float) -> list[str]:
+        (processes.folder / "helpers.py").write_text(f"FACTOR = {factor}\ndef factor(): return FACTOR\n")
+        return processes.run_file(STALE)
 
-
-def test_a_function_in_a_closure_is_in_the_key_by_its_source():
-    def rule(inner):
-        return TracedRule(
-            name="nested", search=unfused, replace=lambda x: inner(unfused(x)), example_inputs=(torch.empty(4),)
-        )
-
-    address = " at " + "0x"  # not in this file
-    assert address not in "".join(compiled._rule_texts(rule(unfused)))
-    first, second = (compiled.key("", (rule(unfused),)) for _ in range(2))
-    assert first == second
-    assert first is not None
+    assert values(2.0) == ["2.0 False", "5.0 False"]
+    assert values(3.0) == ["3.0 False", "5.0 True"], "of the factor 5, there is code"
+    assert values(2.0) == ["2.0 True", "5.0 True"]
 
 
 def test_cleared_counters_do_not_hide_a_cached_graph(processes):

@@ -21,7 +21,7 @@ LAYERS = (
     ("graph", "rule", "config", "report", "rewrite", "views", "measured", "effects", "in_place"),
     ("idioms",),
     ("fusions",),
-    ("inductor", "compiled", "matcher", "debug", "manager", "switch", "registration"),
+    ("inductor", "cache_key", "compiled", "matcher", "debug", "manager", "switch", "registration"),
     ("table", "comparison", "places", "trial", "explanation", "machine", "testing", "__main__"),
 )
 DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
