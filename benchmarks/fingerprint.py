@@ -12,6 +12,7 @@ measures again removes it there.
 """
 
 import ast
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -66,22 +67,15 @@ def read(path: str) -> str:
 def fingerprint(kernel: str, read: Callable[[str], str] = read) -> str:
     """Of a kernel's module, "paged_decode"; of another state of the sources where `read` reads those."""
     digest = hashlib.sha256()
-    modules: dict[str, ast.Module] = {}
-
-    def module(name: str) -> ast.Module:
-        if name not in modules:
-            modules[name] = ast.parse(read(KERNELS.format(name)))
-        return modules[name]
-
+    module = functools.cache(lambda name: _Module(ast.parse(read(KERNELS.format(name)))))
     used: set[tuple[str, int]] = set()
-    work = [(kernel, name) for name in _entries(module(kernel))]
+    work = [(kernel, name) for name in module(kernel).entries()]
     while work:
         where, name = work.pop()
-        for place, statement in enumerate(module(where).body):
-            if name in _defines(statement) and (where, place) not in used:
-                used.add((where, place))
-                imported = _imports(module(where))
-                work += (imported.get(other, (where, other)) for other in _names(statement))
+        for place in set(module(where).places.get(name, ())) - {place for seen, place in used if seen == where}:
+            used.add((where, place))
+            imported = module(where).imported
+            work += (imported.get(other, (where, other)) for other in _names(module(where).body[place]))
     for where, place in sorted(used):
         digest.update(f"{where} {_text(module(where).body[place])}\n".encode())
     if kernel in CHOICE:
@@ -98,11 +92,29 @@ def fingerprints(record: str) -> dict[str, str]:
     return {kernel: fingerprint(kernel) for kernel in kernels}
 
 
-def _entries(tree: ast.Module) -> Iterator[str]:
-    for statement in tree.body:
-        for name in _defines(statement) if isinstance(statement, ast.FunctionDef) else ():
-            if not name.startswith(("_", "why_")):
-                yield name
+class _Module:
+    """imported: names from other modules of `kernels/` -> module and name there.  places: names that it defines -> the
+    statements that do."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        prefix = "fusion_passes.kernels."
+        self.body = tree.body
+        self.imported = {
+            alias.asname or alias.name: (node.module.removeprefix(prefix), alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(prefix)
+            for alias in node.names
+        }
+        self.places: dict[str, list[int]] = {}
+        for place, statement in enumerate(self.body):
+            for name in _defines(statement):
+                self.places.setdefault(name, []).append(place)
+
+    def entries(self) -> Iterator[str]:
+        """What others call, but to ask why a kernel does not take a call."""
+        for statement in self.body:
+            if isinstance(statement, ast.FunctionDef) and not statement.name.startswith(("_", "why_")):
+                yield statement.name
 
 
 def _defines(statement: ast.stmt) -> list[str]:
@@ -110,17 +122,6 @@ def _defines(statement: ast.stmt) -> list[str]:
         return [statement.name]
     targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
     return [node.id for target in targets if target is not None for node in ast.walk(target) if type(node) is ast.Name]
-
-
-def _imports(tree: ast.Module) -> dict[str, tuple[str, str]]:
-    """Names that come from other modules of `kernels/` -> module and name there."""
-    prefix = "fusion_passes.kernels."
-    return {
-        alias.asname or alias.name: (node.module.removeprefix(prefix), alias.name)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(prefix)
-        for alias in node.names
-    }
 
 
 def _names(statement: ast.stmt) -> Iterator[str]:
