@@ -150,8 +150,8 @@ class TracedRule(Rule[TracedMatch]):
         for swap in swaps:
             try:
                 found.append(Pattern.of(self.search, {name: _cast(x, swap) for name, x in self._examples.items()}))
-            except Exception:
-                continue
+            except DeclinedError:
+                continue  # search does not take this dtype, so no graph has it
         return tuple(found)
 
     def pattern(self, idioms: Idioms) -> Iterator[TracedMatch]:
@@ -177,40 +177,49 @@ class TracedRule(Rule[TracedMatch]):
     def _judge(self, root: Node, binding: Binding, traces: dict[object, GraphModule]) -> TracedMatch | NearMiss | None:
         arguments = {name: binding.arguments[name] for name in self._examples}
         inputs = tuple(dict.fromkeys(x for x in arguments.values() if isinstance(x, Node)))
-        if self._unfit(arguments) is None:
-            try:
-                exact = Comparison(self._trace("search", arguments, traces), arguments)
-                why = exact.differs(exact.root, root)
-            except Exception as error:  # search does not take such tensors: no place
-                return self._near_miss(root, binding, str(error))
-            if why:
-                return self._near_miss(root, binding, why) if exact.gives_shape_of(root) else None
-            nodes = frozenset(exact.nodes)
+        if self._other_kind(arguments) is not None:  # search cannot be traced on these
+            return TracedMatch(root, frozenset(binding.nodes), inputs, arguments, traces)
+        try:
+            exact = Comparison(self._trace("search", arguments, traces), arguments)
+        except DeclinedError as error:
+            why = str(error)
+        except Exception as error:
+            why = (
+                f"search cannot be traced on these tensors: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            )
         else:
-            nodes = frozenset(binding.nodes)
-        return TracedMatch(root, nodes, inputs, arguments, traces)
-
-    def _near_miss(self, root: Node, binding: Binding, why: str) -> NearMiss | None:
+            why = exact.differs(exact.root, root)
+            if not why:
+                return TracedMatch(root, frozenset(exact.nodes), inputs, arguments, traces)
+            if not exact.gives_shape_of(root):
+                return None
         return NearMiss(root, self.name, why) if len(binding.nodes) >= SMALLEST_NEAR_MISS else None
 
-    def _unfit(self, arguments: Mapping[str, Any]) -> str | None:
-        """Why these cannot be the parameters; None where they can."""
+    def _other_kind(self, arguments: Mapping[str, Any]) -> str | None:
+        """Which parameter is a number here and a tensor in the examples, or the other way round."""
         for name, example in self._examples.items():
             found = arguments[name]
-            if isinstance(example, Tensor):
-                if not is_tensor(found):
-                    return f"{name} is {told(found)} here, not a tensor"
-                dtype = value(found).dtype
-                if dtype != example.dtype and not {dtype, example.dtype} <= {*HALVES}:
-                    return (
-                        f"{name} is {dtype_name(dtype)} here and {dtype_name(example.dtype)} in example_inputs: "
-                        "make a rule with such examples"
-                    )
-            elif isinstance(found, Node):
+            if isinstance(example, Tensor) and not is_tensor(found):
+                return f"{name} is {told(found)} here, not a tensor"
+            if not isinstance(example, Tensor) and isinstance(found, Node):
                 kind = "a tensor" if is_tensor(found) else "a symbolic size"
                 return f"{name} is {kind} here, {found.name}, and a number in example_inputs"
-            elif not _fits(found, example):
-                return f"{name} is {found!r} here, and {example!r} in example_inputs: another type"
+        return None
+
+    def _other_type(self, arguments: Mapping[str, Any]) -> str | None:
+        """Which parameter has another type than its example."""
+        for name, example in self._examples.items():
+            found = arguments[name]
+            if not isinstance(example, Tensor):
+                if not _fits(found, example):
+                    return f"{name} is {found!r} here, and {example!r} in example_inputs: another type"
+                continue
+            dtype = value(found).dtype
+            if dtype != example.dtype and not {dtype, example.dtype} <= {*HALVES}:
+                return (
+                    f"{name} is {dtype_name(dtype)} here and {dtype_name(example.dtype)} in example_inputs: "
+                    "make a rule with such examples"
+                )
         return None
 
     def _trace(self, role: str, arguments: Mapping[str, Any], traces: dict[object, GraphModule]) -> GraphModule:
@@ -224,7 +233,7 @@ class TracedRule(Rule[TracedMatch]):
 
     def legality(self, m: TracedMatch) -> None:
         """Every parameter must be what its example is: a tensor of its dtype, or a number."""
-        if (why := self._unfit(m.arguments)) is not None:
+        if why := self._other_kind(m.arguments) or self._other_type(m.arguments):
             raise DeclinedError(why)
 
     def replacement(self, m: TracedMatch, call: Call) -> Node:

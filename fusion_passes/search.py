@@ -182,6 +182,8 @@ class Comparison:
             # It says nothing but the shape, which was compared.
             if ours.target is aten.expand.default and name == "size":
                 continue
+            if name == "pin_memory" or (name == "layout" and (a or torch.strided) == (b or torch.strided)):
+                continue
             if why := self._argument_differs(a, b):
                 return why if _holds_node(a) else f"{target_name(theirs)} has {name}={told(b)}, search {told(a)}"
         return ""
@@ -287,6 +289,8 @@ def _same(a: Any, b: Any) -> bool:
         if isinstance(a, float) and isinstance(b, float):
             return (a == b and math.copysign(1.0, a) == math.copysign(1.0, b)) or (a != a and b != b)
         return known(a == b)
+    if isinstance(a, torch.device) and isinstance(b, torch.device) and None in (a.index, b.index):
+        return a.type == b.type
     return type(a) is type(b) and bool(a == b)
 
 

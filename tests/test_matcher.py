@@ -326,6 +326,14 @@ def test_16_bits_stand_for_each_other_and_the_rest_for_itself(example, dtype):
         assert "x is {} here and {} in example_inputs: make a rule with such examples".format(*names) in str(report)
 
 
+def test_a_place_of_another_dtype_is_told_only_where_a_rule_of_that_dtype_would_be_right():
+    rule = relu_squared_rule()
+    assert [site.reason for site in captured(unfused, torch.arange(4), rule=rule).sites] == [
+        "x is int64 here and float32 in example_inputs: make a rule with such examples"
+    ]
+    assert captured(lambda x: F.relu(x) ** 3, torch.arange(4), rule=rule).sites == ()
+
+
 # numbers
 
 
