@@ -122,6 +122,7 @@ def test_a_verdict_by_an_older_record_says_so(monkeypatch):
     assert measured.is_older(record, {})
     assert measured.is_older(record, {}, "kernel")
     assert not measured.is_older(record, {}, "other")
+    assert not measured.is_older({"name": "of somebody's own"}, {}, "kernel")
     assert not measured.is_older(record, {"sources": {"kernel": "new", "other": "new"}})
     rows = [measured.Measurement(1, 2.0), measured.Measurement(8, 1.5, older=True), measured.Measurement(64, 1.2)]
     why = {size: measured.judge(rows, size, "it", "a card", "tokens").why for size in (1, 4, 8, 64)}

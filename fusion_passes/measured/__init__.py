@@ -71,10 +71,10 @@ def records(fusion: str) -> tuple[dict[str, Any], ...]:
 
 def is_older(record: dict[str, Any], row: dict[str, Any], kernel: str | None = None) -> bool:
     """True where the row measured a kernel, or the one named, that has changed since: by `stale.json`, which a test
-    holds against the sources."""
-    sources = row.get("sources", record["sources"])
-    measured = sources if kernel is None else {kernel: sources[kernel]}
-    return any((record["name"], name, state) in _stale() for name, state in measured.items())
+    holds against the sources.  Of a record of somebody's own, that table says nothing."""
+    sources = row.get("sources", record.get("sources", {}))
+    names = sources if kernel is None else [kernel]
+    return any((record.get("name"), name, sources.get(name)) in _stale() for name in names)
 
 
 @functools.cache
