@@ -1,4 +1,5 @@
-"""What the benchmarks share: times inside CUDA graphs, the copy bandwidth to compare with, and the record's header.
+"""What the benchmarks share: times inside CUDA graphs, the copy bandwidth to compare with, and the record's header,
+with what says which state of the kernels was measured (`fingerprint`).
 
 Contenders run inside CUDA graphs, so that launches cost none of them anything, and take turns, so that all see the same
 clocks.
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from fingerprint import fingerprints
 from triton.runtime.errors import OutOfResources
 
 Call = Callable[[], object]
@@ -123,6 +125,7 @@ def machine() -> dict[str, object]:
 
 
 def write(path: Path, figures: Mapping[str, object]) -> None:
-    """The figures, after what they were measured on, as JSON."""
+    """The figures, after what they were measured on and the fingerprints of the kernels, as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(machine() | dict(figures), indent=1) + "\n")
+    header = machine() | {"sources": fingerprints(path.stem)}
+    path.write_text(json.dumps(header | dict(figures), indent=1) + "\n")

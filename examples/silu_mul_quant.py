@@ -20,11 +20,12 @@ def _(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
 
 
 def unfused(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
-    return (F.silu(gate) * up / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    """As a feed-forward layer and the FP8Linear behind it compute it: codes [tokens, features]."""
+    return quantize((F.silu(gate) * up).reshape(-1, gate.shape[-1]), scale)
 
 
 def fused(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
-    return torch.ops.examples.silu_mul_quant(gate, up, scale)
+    return torch.ops.examples.silu_mul_quant(gate, up, scale).reshape(-1, gate.shape[-1])
 
 
 GATE, UP = torch.empty(2, 2, 16, dtype=torch.bfloat16).unbind()

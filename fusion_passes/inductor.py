@@ -1,5 +1,5 @@
 """Inductor's private surface: the post-grad hook, the config, the caches.  Only this module imports `torch._inductor`,
-with `matcher` (the pattern matcher) and `testing` (which captures graphs).
+with `tracing` (functions as post-grad graphs) and `testing` (which captures graphs).
 
 Drift that is handled here, and nowhere else: the hook takes one pass up to torch 2.12 and a list from 2.13; passes that
 are told whether the graph is one for inference exist from 2.12; a pass in `options=` replaces one that was set globally

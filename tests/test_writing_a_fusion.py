@@ -12,8 +12,10 @@ import torch.nn.functional as F
 
 import fusion_passes
 import fusion_passes.fusions
-from fusion_passes import PassConfig, Report
-from fusion_passes.quant import codes
+from fusion_passes import PassConfig, PostGradPassManager, Report
+from fusion_passes.nn import quantize_
+from fusion_passes.quant import codes, dtype_name, quantize
+from fusion_passes.testing import capture, print_graph, run
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "examples" / "silu_mul_quant.py"
@@ -26,14 +28,16 @@ def load():
     return module
 
 
-def test_an_out_of_tree_rule_fuses_a_feed_forward_layer():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_out_of_tree_rule_fuses_a_feed_forward_layer(dtype):
+    """Made for bf16 and three dimensions, it finds fp16 and two."""
     example, report = load(), Report()
-    up, gate = (torch.randn(16, 32, dtype=torch.bfloat16) / 4 for _ in range(2))
-    x, scale = torch.randn(5, 32, dtype=torch.bfloat16), torch.tensor(0.02)
+    up, gate = (torch.randn(16, 32).to(dtype) / 4 for _ in range(2))
+    x, scale = torch.randn(5, 32).to(dtype), torch.tensor(0.02)
 
     def feed_forward(x):
         g, u = F.linear(x, gate), F.linear(x, up)
-        return (F.silu(g) * u / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        return quantize(F.silu(g) * u, scale)
 
     config = PassConfig(extra_fusions=(example.RULE,))
     with torch.no_grad():
@@ -41,10 +45,31 @@ def test_an_out_of_tree_rule_fuses_a_feed_forward_layer():
         unfused = feed_forward(x)
     (site,) = report.sites
     assert (site.rule, site.status) == ("silu_mul_quant", "fused")
-    assert site.what == "gate bfloat16 [5, 16], up bfloat16 [5, 16], scale float32 []"
+    name = dtype_name(dtype)
+    assert site.what == f"gate {name} [5, 16], up {name} [5, 16], scale float32 []"
     steps = (codes(fused) - codes(unfused)).abs()
     assert steps.max() <= 1
-    assert (steps == 0).float().mean() > 0.5, "bf16 rounds between the ops of the unfused graph, the op does not"
+    assert (steps == 0).float().mean() > 0.5, "16 bits round between the ops of the unfused graph, the op does not"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_it_fuses_every_layer_of_a_hugging_face_model(dtype):
+    """Unmodified, with the library's own linear layers: the gate's output on its way to the last one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)).to(dtype).eval()
+    quantize_(model, {name: 0.02 for name, _ in model.named_modules() if name.endswith("_proj")})
+    tokens = torch.randint(0, 64, (2, 5))
+    (graph,) = capture(model, tokens, use_cache=False)
+    (before,), report = run(graph), Report()
+    PostGradPassManager(PassConfig(extra_fusions=(load().RULE,)), report)(graph)
+    assert report.count(rule="silu_mul_quant") == 2, report
+    text = print_graph(graph)
+    assert text.count("= examples.silu_mul_quant.default") == 2
+    assert "aten.exp.default" not in text
+    torch.testing.assert_close(run(graph)[0], before, rtol=0.1, atol=0.1 * before.abs().max().item())
 
 
 def test_it_is_under_40_lines_and_the_docs_show_it():

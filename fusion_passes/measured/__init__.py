@@ -2,6 +2,7 @@
 
 Profitability reads them.  A size between two measured ones counts with the worse of both; one outside of all is not
 measured.  To make a fusion profitable on another card, run its benchmark there with `--record fusion_passes/measured`.
+A record that is older than its kernel stands in `stale.json` with the reason; it counts, and the sentence says so.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import torch
 from fusion_passes.ops.support import device_capability, device_name
 
 FOLDER = Path(__file__).parent
+STALE = FOLDER / "stale.json"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """`ratio`: time of stock `torch.compile` with its best backend over ours, at a `size` such as 512 tokens."""
+    """`ratio`: time of stock `torch.compile` with its best backend over ours, at a `size` such as 512 tokens.
+    `older`: the kernel has changed since."""
 
     size: int
     ratio: float
+    older: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,20 @@ class Card:
 @functools.cache
 def records(fusion: str) -> tuple[dict[str, Any], ...]:
     """The records of one fusion, or of one section of a benchmark."""
-    return tuple(json.loads(path.read_text()) for path in sorted(FOLDER.glob(f"{fusion}*.json")))
+    return tuple({"name": p.stem} | json.loads(p.read_text()) for p in sorted(FOLDER.glob(f"{fusion}*.json")))
+
+
+def is_older(record: dict[str, Any], row: dict[str, Any], kernel: str | None = None) -> bool:
+    """True where the row measured a kernel, or the one named, that has changed since: by `stale.json`, which a test
+    holds against the sources.  Of a record of somebody's own, that table says nothing."""
+    sources = row.get("sources", record.get("sources", {}))
+    names = sources if kernel is None else [kernel]
+    return any((record.get("name"), name, sources.get(name)) in _stale() for name in names)
+
+
+@functools.cache
+def _stale() -> frozenset[tuple[str, str, str]]:
+    return frozenset((entry["record"], entry["kernel"], entry["measured"]) for entry in json.loads(STALE.read_text()))
 
 
 def judge(measurements: list[Measurement], size: int | None, what: str, card: Card | str, unit: str) -> Verdict:
@@ -80,4 +97,6 @@ def judge(measurements: list[Measurement], size: int | None, what: str, card: Ca
         return Verdict(None, f"{what} was measured on {card} for {min(worst)} to {max(worst)} {unit}, not for {size}")
     ratio = min(worst[below], worst[above])
     at = f"{below} {unit}" if below == above else f"{below} and {above} {unit}"
-    return Verdict(ratio, f"{what} takes {1 / ratio:.2f} times as long as stock torch.compile on {card} at {at}")
+    older = any(m.older and m.size in (below, above) for m in measurements)
+    when = ", as measured before its last change" if older else ""
+    return Verdict(ratio, f"{what} takes {1 / ratio:.2f} times as long as stock torch.compile on {card} at {at}{when}")

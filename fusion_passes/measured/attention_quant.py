@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusion_passes.measured import Card, Measurement, Verdict, judge, records
+from fusion_passes.measured import Card, Measurement, Verdict, is_older, judge, records
 from fusion_passes.ops.attention_quant import AttentionQuantArguments, choose
 from fusion_passes.symbolic import hint
 
@@ -29,6 +29,7 @@ def verdict(a: AttentionQuantArguments) -> Verdict:
             is_self = shape["q_len"] in (None, shape["length"])
             alike = shape["head_dim"] == head_dim and row_kind == kind and is_self == (q_len == kv_len)
             if alike and kernel.name in row["ratio"]:
-                found.append(Measurement(shape["length"], row["ratio"][kernel.name]))
+                older = is_older(record, row, kernel.module.rpartition(".")[2])
+                found.append(Measurement(shape["length"], row["ratio"][kernel.name], older))
     queries = "" if q_len == kv_len else f", {q_len} queries"
     return judge(found, kv_len, f"{kernel.name} with head size {head_dim}, {kind}{queries},", card, "keys")

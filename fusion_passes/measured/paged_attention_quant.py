@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fusion_passes.measured import Card, Measurement, Verdict, judge, records
+from fusion_passes.measured import Card, Measurement, Verdict, is_older, judge, records
 from fusion_passes.symbolic import hint
 
 
@@ -28,7 +28,7 @@ def verdict(output: Tensor, key_cache: Tensor, granularity: str) -> Verdict:
             shape = row["shape"]
             alike = (shape["heads"], shape["head_dim"], shape["fp8_cache"]) == (heads, head_dim, fp8_cache)
             if row["kind"] == "output" and alike and granularity in row["ratio"]:
-                found.append(Measurement(shape["tokens"], row["ratio"][granularity]))
+                found.append(Measurement(shape["tokens"], row["ratio"][granularity], is_older(record, row)))
     cache = "an FP8 cache" if fp8_cache else "a cache that is not FP8"
     what = f"attention of {heads} heads of {head_dim} over {cache} with FP8 output, scales per {granularity},"
     return judge(found, hint(output.shape[0]), what, card, "tokens")

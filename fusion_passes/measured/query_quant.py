@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fusion_passes.measured import Card, Measurement, Verdict, judge, records
+from fusion_passes.measured import Card, Measurement, Verdict, is_older, judge, records
 from fusion_passes.symbolic import hint
 
 
@@ -22,7 +22,7 @@ def verdict(query: Tensor, *, inside: bool) -> Verdict:
         for row in record["rows"]:
             shape = row["shape"]
             if (row["kind"], shape["heads"], shape["head_dim"]) == ("query", heads, head_dim):
-                found.append(Measurement(shape["tokens"], row["ratio"][kind]))
+                found.append(Measurement(shape["tokens"], row["ratio"][kind], is_older(record, row)))
     where = "by the attention op" if inside else "by an op"
     what = f"a query of {heads} heads of {head_dim} that is quantised {where}, in plain torch instead,"
     return judge(found, hint(query.shape[0]), what, card, "tokens")

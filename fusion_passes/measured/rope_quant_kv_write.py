@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion_passes.measured import Card, Measurement, Verdict, judge, records
+from fusion_passes.measured import Card, Measurement, Verdict, is_older, judge, records
 from fusion_passes.quant import dtype_name
 from fusion_passes.symbolic import hint
 
@@ -42,5 +42,6 @@ def verdict(
             shape = row["shape"]
             sizes = (shape["heads"], shape["kv_heads"], shape["head_dim"], shape["quantized"])
             if sizes == (heads, kv_heads, head_dim, quantized):
-                found.append(Measurement(shape["tokens"], row["ratio"]["fused"]))
+                older = is_older(record, row, "rope_quant_kv_write")
+                found.append(Measurement(shape["tokens"], row["ratio"]["fused"], older))
     return judge(found, hint(tokens), what, card, "tokens")

@@ -1,0 +1,208 @@
+"""Which sources a record measured: a fingerprint of each kernel, and the records whose kernels have changed since.
+
+    python benchmarks/fingerprint.py
+
+prints what has to be measured again, with the commands.  A fingerprint covers what a launch runs: the public functions
+of a kernel's module and everything that these use of it and of the other modules of `kernels/`, and what of `ops/`
+chooses between kernels.  Comments, docstrings and the layout of the source do not count, and neither does what only
+explains why a kernel does not take a call.  It is the same for every version of Python.
+
+A record that was not made again after a change stands in `fusion_passes/measured/stale.json`, with the reason: who
+measures again removes it there.
+"""
+
+import ast
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+STALE = "fusion_passes/measured/stale.json"
+KERNELS = "fusion_passes/kernels/{}.py"
+ATTENTION = ("attention_quant", "attention_quant_sm90")
+PAGED = ("paged_decode", "paged_prefill", "paged_prefill_sm90")
+CHOICE = dict.fromkeys(PAGED, ("fusion_passes/ops/paged_attention.py", "_kernels"))
+"""Kernel -> the function of its op that says which sequences it gets."""
+
+MEASURED, RESULTS = "fusion_passes/measured", "benchmarks/results"
+RECORDS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    **{
+        f"attention_quant-{level}-{suite}": (
+            ATTENTION,
+            f"python benchmarks/attention_quant.py --level {level} --suite {suite} --record {folder}",
+        )
+        for level, folder in (("compile", RESULTS), ("kernel", MEASURED))
+        for suite in ("target", "spread")
+    },
+    "kv_attention-rope_write": (
+        ("rope_quant_kv_write", "quantize"),
+        f"python benchmarks/kv_attention.py --sections rope_write --record {MEASURED}",
+    ),
+    "kv_attention-quantisation": (
+        (*PAGED, "quantize"),
+        f"python benchmarks/kv_attention.py --sections quantisation --record {MEASURED}",
+    ),
+    "kv_attention-decode": (
+        ("paged_decode",),
+        f"python benchmarks/kv_attention.py --sections decode --record {RESULTS}",
+    ),
+    "kv_attention-prefill": (PAGED, f"python benchmarks/kv_attention.py --sections prefill --record {RESULTS}"),
+    "decode": (
+        ("paged_decode", "rope_quant_kv_write", "quantize"),
+        f"python benchmarks/decode.py --record {RESULTS}",
+    ),
+}
+"""Record of times, by the name of its file -> the kernels that it measures, and the command that makes it."""
+
+
+def read(path: str) -> str:
+    """A source file of this checkout."""
+    return (ROOT / path).read_text()
+
+
+def fingerprint(kernel: str, read: Callable[[str], str] = read) -> str:
+    """Of a kernel's module, "paged_decode"; of another state of the sources where `read` reads those."""
+    digest = hashlib.sha256()
+    module = functools.cache(lambda name: _Module(ast.parse(read(KERNELS.format(name)))))
+    used: set[tuple[str, int]] = set()
+    work = [(kernel, name) for name in module(kernel).entries()]
+    while work:
+        where, name = work.pop()
+        for place in set(module(where).places.get(name, ())) - {place for seen, place in used if seen == where}:
+            used.add((where, place))
+            imported = module(where).imported
+            work += (imported.get(other, (where, other)) for other in _names(module(where).body[place]))
+    for where, place in sorted(used):
+        digest.update(f"{where} {_text(module(where).body[place])}\n".encode())
+    if kernel in CHOICE:
+        path, function = CHOICE[kernel]
+        for statement in ast.parse(read(path)).body:
+            if function in _defines(statement):
+                digest.update(f"{path} {_text(statement)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def fingerprints(record: str) -> dict[str, str]:
+    """Those of the kernels that a record measures, for the record."""
+    kernels, _ = RECORDS[record]
+    return {kernel: fingerprint(kernel) for kernel in kernels}
+
+
+class _Module:
+    """imported: names from other modules of `kernels/` -> module and name there.  places: names that it defines -> the
+    statements that do."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        prefix = "fusion_passes.kernels."
+        self.body = tree.body
+        self.imported = {
+            alias.asname or alias.name: (node.module.removeprefix(prefix), alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(prefix)
+            for alias in node.names
+        }
+        self.places: dict[str, list[int]] = {}
+        for place, statement in enumerate(self.body):
+            for name in _defines(statement):
+                self.places.setdefault(name, []).append(place)
+
+    def entries(self) -> Iterator[str]:
+        """What others call, but to ask why a kernel does not take a call."""
+        for statement in self.body:
+            if isinstance(statement, ast.FunctionDef) and not statement.name.startswith(("_", "why_")):
+                yield statement.name
+
+
+def _defines(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return [statement.name]
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return [node.id for target in targets if target is not None for node in ast.walk(target) if type(node) is ast.Name]
+
+
+def _names(statement: ast.stmt) -> Iterator[str]:
+    return (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
+
+
+def _text(item: object) -> str:
+    """A piece of syntax as text, without docstrings and what only some versions of Python have."""
+    if isinstance(item, list):
+        return "[" + ",".join(_text(x) for x in item) + "]"
+    if isinstance(item, ast.Constant):
+        return f"{type(item.value).__name__}:{item.value!r}"
+    if not isinstance(item, ast.AST):
+        return repr(item)
+    fields = dict(ast.iter_fields(item))
+    if isinstance(item, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(item, clean=False) is not None:
+        fields["body"] = item.body[1:]
+    told = (
+        f"{name}={_text(x)}" for name, x in fields.items() if x not in (None, []) and name not in ("ctx", "type_params")
+    )
+    return f"{type(item).__name__}({','.join(told)})"
+
+
+@dataclass(frozen=True)
+class Stale:
+    """A record, or some rows of it, that measured a kernel whose source has changed since.
+
+    measured, now: the fingerprints of the source that was measured and of today's."""
+
+    record: str
+    kernel: str
+    measured: str
+    now: str
+    rows: int
+
+    def __str__(self) -> str:
+        _, command = RECORDS[self.record]
+        return (
+            f"{self.record}.json: {self.rows} rows measured {self.kernel} as it was at fingerprint {self.measured}, it "
+            f"is {self.now} now: {command}"
+        )
+
+
+def paths() -> list[Path]:
+    """The files of all records of kernels."""
+    return sorted(p for folder in (MEASURED, RESULTS) for p in (ROOT / folder).glob("*.json") if p.stem in RECORDS)
+
+
+def measured(record: Mapping[str, object]) -> Iterator[Mapping[str, str]]:
+    """For each row the fingerprints of the kernels that it measured: its own, else those of the whole record."""
+    for row in record["rows"]:  # type: ignore[attr-defined]
+        yield row.get("sources", record["sources"])
+
+
+def stale() -> list[Stale]:
+    """All that is older than its kernel."""
+    found: list[Stale] = []
+    for path in paths():
+        rows = [*measured(json.loads(path.read_text()))]
+        kernels, _ = RECORDS[path.stem]
+        for kernel in kernels:
+            now = fingerprint(kernel)
+            states = Counter(row[kernel] for row in rows)
+            found += (Stale(path.stem, kernel, old, now, n) for old, n in sorted(states.items()) if old != now)
+    return found
+
+
+def known() -> dict[Stale, str]:
+    """What stands in the table -> the reason."""
+    entries = json.loads(read(STALE))
+    return {Stale(**{name: x for name, x in entry.items() if name != "why"}): entry["why"] for entry in entries}
+
+
+def main() -> None:
+    """Print what is older than its kernel."""
+    table = known()
+    for item in stale():
+        print(item)
+        print(f"    {table.get(item, 'NOT IN ' + STALE)}")
+        print(f"    {json.dumps(asdict(item))}")
+
+
+if __name__ == "__main__":
+    main()
