@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fusion_passes.models.llama import Config, RMSNorm, rope_table, rotate
 from fusion_passes.nn import Attention, AttentionMetadata, FP8Linear
 from fusion_passes.nn.linear import FP8
+from fusion_passes.nn.loading import Settled, SettledAfterLoading, restore
 from fusion_passes.quant import FP8_DTYPES, dequantize, quantize
 
 MakeLinear = Callable[[int, int], nn.Module]
@@ -74,7 +75,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(self.mlp_norm(residual)), residual
 
 
-class PagedLlama(nn.Module):
+class PagedLlama(SettledAfterLoading):
     """forward: tokens and positions [tokens], the batch's metadata, and the rows whose logits are wanted.
 
     fp8: layers are FP8Linear, but for the head; nn.Linear otherwise, for `calibrate` and `quantize_`.
@@ -125,15 +126,25 @@ class PagedLlama(nn.Module):
         if config.tied:
             self.head.weight = self.embedding.weight
         self.to(dtype)
-        cos, sin = rope_table(config.context, config, self.embedding.weight)
-        self.register_buffer("cos", cos[:, None], persistent=False)  # one for all heads
-        self.register_buffer("sin", sin[:, None], persistent=False)
+        for name, table in self._tables().items():
+            self.register_buffer(name, table, persistent=False)
         self._begin, self._layer, self._end = _begin, _layer, _end
 
     @property
     def attention_layers(self) -> list[Attention]:
         """The attention of each layer, from the first to the last."""
         return [module for module in self.modules() if isinstance(module, Attention)]
+
+    def _tables(self) -> dict[str, Tensor]:
+        cos, sin = rope_table(self.config.context, self.config, self.embedding.weight)
+        return {"cos": cos[:, None], "sin": sin[:, None]}  # one for all heads
+
+    def process_weights_after_loading(self, name: str = "", *, device: torch.device | str | None = None) -> Settled:
+        """Write the tables of RoPE again, in place. On meta: nothing."""
+        if self.cos.is_meta:
+            return Settled()
+        lost = [table for table, values in self._tables().items() if restore(self.get_buffer(table), values)]
+        return Settled(restored=tuple(f"{name}.{table}" if name else table for table in lost))
 
     def allocate_cache(self, pages: int) -> None:
         """Give each layer a new cache of so many pages; one block table serves all."""
