@@ -5,6 +5,7 @@ safetensors is imported where a file is read: `pip install fusion_passes[example
 
 import contextlib
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from fusion_passes.models.llama import Config, RopeScaling
-from fusion_passes.models.paged_llama import PagedLlama, load_hugging_face
-from fusion_passes.nn import Attention, AttentionMetadata, calibrate, process_weights_after_loading, quantize_
+from fusion_passes.models.paged_llama import PagedLlama, load_hugging_face, projection_names
+from fusion_passes.models.quantization import ADVICE, Quantization, read_quantization
+from fusion_passes.nn import (
+    Attention,
+    AttentionMetadata,
+    FP8Linear,
+    calibrate,
+    process_weights_after_loading,
+    quantize_,
+)
+from fusion_passes.nn.loading import shortened
 
-QUANT_METHODS = ("fp8", "compressed-tensors", "modelopt")
-"""Of config.json's quantization_config: those that may mean static FP8, one scale for each weight."""
 CALIBRATION_LENGTH = 512
 """Tokens that the calibration text is cut into."""
 
@@ -67,6 +75,17 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """What config.json or ModelOpt's hf_quant_config.json says; None if neither says that it is quantised.
+
+        Raises ValueError for a method that is not known.
+        """
+        settings = self.config.get("quantization_config") or self.config.get("compression_config")
+        if not settings and (self.folder / "hf_quant_config.json").exists():
+            settings = self._json("hf_quant_config.json")
+        return read_quantization(settings) if settings else None
 
     def _json(self, name: str) -> dict[str, Any]:
         path = self.folder / name
@@ -128,37 +147,73 @@ def load_folder(
     tell: Callable[[str], object] | None = None,
     **options: Any,
 ) -> PagedLlama:
-    """The model of a folder with all projections in FP8.
+    """The model of a folder: a quantised one as it is, any other with all projections quantised to FP8.
 
     What the checkpoint does not have is chosen on the calibration tokens, int [tokens]: the scales of weights and
-    inputs of a bf16 checkpoint, and scales of query, key and value that are missing, if the cache is FP8.
+    inputs of a bf16 checkpoint, and scales of query, key and value that are missing, if the cache is FP8. Projections
+    that a quantised checkpoint leaves in bf16 stay so.
     tell: is called with a line that says what was chosen.  options: of PagedLlama.
 
+    Warns where the tensors and the configuration contradict each other; the tensors are believed.
     Raises ValueError, FileNotFoundError or ImportError with what is wrong with the folder.
     """
     checkpoint = folder if isinstance(folder, Checkpoint) else Checkpoint(folder)
-    quantization = checkpoint.config.get("quantization_config") or {}
-    method = quantization.get("quant_method")
-    if quantization and method not in QUANT_METHODS:
-        raise ValueError(f"{checkpoint.folder} is quantised by {method!r}; known are {', '.join(QUANT_METHODS)} in FP8")
-    model = PagedLlama(
-        config_from_hugging_face(checkpoint.config), fp8=bool(quantization), device=device, **options
-    ).eval()
-    model.requires_grad_(False)
+    config = config_from_hugging_face(checkpoint.config)
     try:
+        quantization = checkpoint.quantization
+        if quantization is not None:
+            refuse_what_cannot_be_loaded(quantization, config.layers)
+        model = PagedLlama(config, fp8=quantization is not None, device=device, **options).eval()
+        model.requires_grad_(False)
+        if quantization is not None and quantization.cache and any(x.quantized for x in model.attention_layers):
+            raise ValueError(
+                f"the cache's scales are for {quantization.cache}, not for FP8: load the folder with "
+                "kv_cache_dtype='auto', or use a checkpoint with an FP8 cache or without scales for one"
+            )
         found = load_hugging_face(model, checkpoint)
     except ValueError as error:
         raise ValueError(f"{checkpoint.folder}: {error}") from error
-    chosen = settle_scales(model, calibration, found)
+    if quantization is not None:
+        _warn_of_contradictions(model, quantization)
+    chosen = settle_scales(model, calibration, found, quantize=quantization is None)
     if tell is not None:
         tell(chosen)
     return model
 
 
-def settle_scales(model: PagedLlama, calibration: Tensor, found: list[set[str]]) -> str:
+def refuse_what_cannot_be_loaded(quantization: Quantization, layers: int) -> None:
+    """Raise ValueError with all that the configuration says against loading a model of so many layers."""
+    places: dict[str, list[str]] = {}
+    for part in (part for _, _, parts in projection_names(layers) for part in parts):
+        for obstacle in quantization.obstacles(part) or ():
+            places.setdefault(obstacle, []).append(part)
+    if places:
+        reasons = " and ".join(f"{obstacle} in {shortened(parts, most=2)}" for obstacle, parts in places.items())
+        raise ValueError(f"its {quantization.method} configuration says that {reasons}; {ADVICE}")
+
+
+def _warn_of_contradictions(model: PagedLlama, quantization: Quantization) -> None:
+    excluded: list[str] = []
+    quantized: list[str] = []
+    for index, ours, parts in projection_names(len(model.layers)):
+        fp8 = isinstance(model.layers[index].get_submodule(ours), FP8Linear)
+        odd = [part for part in parts if (quantization.obstacles(part) is not None) != fp8]
+        (excluded if fp8 else quantized).extend(odd)
+    for parts, sentence in (
+        (quantized, "does not exclude {}, which are not FP8: they stay as they are"),
+        (excluded, "excludes {}, which are FP8: they are loaded as FP8"),
+    ):
+        if parts:
+            warnings.warn(
+                f"the checkpoint's quantization_config {sentence.format(shortened(parts, most=3))}. Correct its list",
+                stacklevel=3,
+            )
+
+
+def settle_scales(model: PagedLlama, calibration: Tensor, found: list[set[str]], *, quantize: bool = True) -> str:
     """Run the model on calibration tokens, int [tokens], to choose all scales that it lacks.
 
-    Each nn.Linear but the head becomes FP8Linear. found: the scales that each layer's attention has already.
+    found: the scales that each layer's attention has already. quantize: each nn.Linear but the head becomes FP8Linear.
 
     Returns a line that says what was chosen.
     """
@@ -167,12 +222,12 @@ def settle_scales(model: PagedLlama, calibration: Tensor, found: list[set[str]])
         attention: [x for x in ("q", "k", "v") if attention.quantized and f"{x}_scale" not in given]
         for attention, given in zip(model.attention_layers, found, strict=True)
     }
-    chosen = _chosen(len(linears), list(missing.values()))
-    if linears or any(missing.values()):
+    chosen = _chosen(linears, sum(isinstance(x, FP8Linear) for x in model.modules()), quantize, list(missing.values()))
+    if (quantize and linears) or any(missing.values()):
         if not calibration.numel():
             raise ValueError("the checkpoint lacks scales and there is no text to choose them on")
         with _observed(missing):
-            if linears:
+            if quantize and linears:
                 scales = calibrate(model, lambda: _prefill(model, calibration), filter=lambda name, _: name in linears)
                 quantize_(model, scales)
             else:
@@ -181,14 +236,19 @@ def settle_scales(model: PagedLlama, calibration: Tensor, found: list[set[str]])
     return chosen
 
 
-def _chosen(linears: int, missing: list[list[str]]) -> str:
+def _chosen(linears: list[str], fp8: int, quantize: bool, missing: list[list[str]]) -> str:
     """What is quantised and chosen, in a line."""
     names = {"q": "query", "k": "key", "v": "value"}
     of_layers = {name: sum(x in lacks for lacks in missing) for x, name in names.items()}
     parts = [f"{name} of {count} layers" for name, count in of_layers.items() if count]
-    if linears:
+    if linears and quantize:
         parts.insert(0, "the input of each")
-    weights = f"weights of {linears} products quantised to FP8 at load" if linears else "weights are FP8 already"
+        weights = f"weights of {len(linears)} products quantised to FP8 at load"
+    elif linears:
+        kept = f"{len(linears)} products are left as the checkpoint has them"
+        weights = f"weights are FP8 already, {kept}" if fp8 else kept
+    else:
+        weights = "weights are FP8 already"
     return f"{weights}; scales chosen on the calibration text: {', '.join(parts) or 'none'}"
 
 

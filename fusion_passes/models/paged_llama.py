@@ -12,8 +12,7 @@ layer, so that a layer compiled by itself has it in one kernel with the norm and
 are compiled one by one: all have the same graph, so the second to the last cost nothing.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusion_passes.models.llama import Config, RMSNorm, rope_table, rotate
+from fusion_passes.models.quantization import ADVICE, ATTENTION_SCALES, NEEDLESS, PROJECTION_SCALES, ZERO_POINTS
 from fusion_passes.nn import Attention, AttentionMetadata, FP8Linear
 from fusion_passes.nn.linear import FP8
+from fusion_passes.nn.loading import Settled, SettledAfterLoading, positive_number, restore, shortened
 from fusion_passes.quant import FP8_DTYPES, dequantize, quantize
 
 MakeLinear = Callable[[int, int], nn.Module]
@@ -74,7 +75,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(self.mlp_norm(residual)), residual
 
 
-class PagedLlama(nn.Module):
+class PagedLlama(SettledAfterLoading):
     """forward: tokens and positions [tokens], the batch's metadata, and the rows whose logits are wanted.
 
     fp8: layers are FP8Linear, but for the head; nn.Linear otherwise, for `calibrate` and `quantize_`.
@@ -125,15 +126,25 @@ class PagedLlama(nn.Module):
         if config.tied:
             self.head.weight = self.embedding.weight
         self.to(dtype)
-        cos, sin = rope_table(config.context, config, self.embedding.weight)
-        self.register_buffer("cos", cos[:, None], persistent=False)  # one for all heads
-        self.register_buffer("sin", sin[:, None], persistent=False)
+        for name, table in self._tables().items():
+            self.register_buffer(name, table, persistent=False)
         self._begin, self._layer, self._end = _begin, _layer, _end
 
     @property
     def attention_layers(self) -> list[Attention]:
         """The attention of each layer, from the first to the last."""
         return [module for module in self.modules() if isinstance(module, Attention)]
+
+    def _tables(self) -> dict[str, Tensor]:
+        cos, sin = rope_table(self.config.context, self.config, self.embedding.weight)
+        return {"cos": cos[:, None], "sin": sin[:, None]}  # one for all heads
+
+    def process_weights_after_loading(self, name: str = "", *, device: torch.device | str | None = None) -> Settled:
+        """Write the tables of RoPE again, in place. On meta: nothing."""
+        if self.cos.is_meta:
+            return Settled()
+        lost = [table for table, values in self._tables().items() if restore(self.get_buffer(table), values)]
+        return Settled(restored=tuple(f"{name}.{table}" if name else table for table in lost))
 
     def allocate_cache(self, pages: int) -> None:
         """Give each layer a new cache of so many pages; one block table serves all."""
@@ -187,37 +198,34 @@ _LINEAR = {
     "mlp.down": ("mlp.down_proj",),
 }
 _NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-_INPUT_SCALES = ("input_scale", "act_scale")  # the second: AutoFP8 before 0.1
-# Where a checkpoint may keep the scales of a layer's cache, below `self_attn.`: compressed-tensors and AutoFP8, vLLM's
-# own names, ModelOpt, and the scale of a projection's output in older ones.
-_ATTENTION_SCALES = {
-    **{
-        f"{x}_scale": (f"{x}_scale", f"attn.{x}_scale", f"{x}_proj.{x}_scale", f"{x}_proj.output_scale")
-        for x in ("q", "k", "v")
-    },
-    "kv_scale": ("kv_scale", "attn.kv_scale"),
-    "prob_scale": ("prob_scale", "attn.prob_scale"),
-}
-_NEEDLESS = ("rotary_emb.inv_freq", ".output_scale", ".weight_shape")
+
+
+def projection_names(layers: int) -> Iterator[tuple[int, str, list[str]]]:
+    """Index of a layer, name of a product in it, and the names in a checkpoint of the projections that make it."""
+    for index in range(layers):
+        for ours, parts in _LINEAR.items():
+            yield index, ours, [f"model.layers.{index}.{part}" for part in parts]
 
 
 @torch.no_grad()
 def load_hugging_face(model: PagedLlama, tensors: Mapping[str, Tensor]) -> list[set[str]]:
-    """Load a Llama checkpoint: bf16 or fp16, or FP8 with one static `weight_scale` and `input_scale` a projection.
+    """Load a Llama checkpoint: bf16 or fp16, or FP8 with one static scale for the weight and the input of a projection.
 
-    tensors: by their names in the checkpoint; may read each when it is asked for. A projection becomes FP8Linear or
-    nn.Linear as its weight is FP8 or not. What is fused here takes the largest scale of its parts: codes of the others
-    are quantised again, which rounds them once more.
+    tensors: by their names in the checkpoint, for scales any of those in `models.quantization`; may read each when it
+    is asked for. A projection becomes FP8Linear or nn.Linear as its weight is FP8 or not; one that is of that kind
+    already is written in place, so that captured graphs follow a reload. What is fused here takes the largest scale of
+    its parts: codes of the others are quantised again, which rounds them once more.
 
     Returns the scales that were found for each layer's attention, of `q_scale`, `k_scale`, `v_scale`, `prob_scale`.
 
-    Raises ValueError that names what is missing, left over, of another shape, or quantised in another way.
+    Raises ValueError that names what is missing, left over, of another shape, or quantised in another way; the model
+    may then be loaded in part.
     """
     reader = _Reader(tensors, model.embedding.weight.device)
-    model.embedding.weight.copy_(reader.shaped("model.embed_tokens.weight", model.embedding.weight))
-    model.norm.weight.copy_(reader.shaped("model.norm.weight", model.norm.weight))
+    model.embedding.weight.copy_(reader.plain("model.embed_tokens.weight", model.embedding.weight))
+    model.norm.weight.copy_(reader.plain("model.norm.weight", model.norm.weight))
     if not model.config.tied:
-        model.head.weight.copy_(reader.shaped("lm_head.weight", model.head.weight))
+        model.head.weight.copy_(reader.plain("lm_head.weight", model.head.weight))
     found: list[set[str]] = []
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)
@@ -225,14 +233,12 @@ def load_hugging_face(model: PagedLlama, tensors: Mapping[str, Tensor]) -> list[
         for ours, theirs in _NORMS.items():
             weight = layer.get_submodule(ours).weight
             assert isinstance(weight, Tensor)
-            weight.copy_(reader.shaped(f"{prefix}{theirs}.weight", weight))
-        for ours, parts in _LINEAR.items():
-            old = layer.get_submodule(ours)
-            layer.set_submodule(ours, reader.linear([prefix + part for part in parts], old, model.dtype))
+            weight.copy_(reader.plain(f"{prefix}{theirs}.weight", weight))
         found.append(reader.attention_scales(f"{prefix}self_attn.", layer.attention.attention))
-    left = [name for name in tensors if name not in reader.used and not name.endswith(_NEEDLESS)]
-    if left := [name for name in left if not (model.config.tied and name == "lm_head.weight")]:
-        raise ValueError(f"the checkpoint has tensors that this model has no place for: {_some(left)}")
+    for index, ours, parts in projection_names(len(model.layers)):
+        layer = model.layers[index]
+        layer.set_submodule(ours, reader.linear(parts, layer.get_submodule(ours), model.dtype))
+    reader.finish(needless=("lm_head.weight",) if model.config.tied else ())
     return found
 
 
@@ -245,87 +251,137 @@ class _Reader:
 
     def take(self, name: str) -> Tensor:
         if name not in self.tensors:
-            raise ValueError(f"the checkpoint has no {name}")
+            packed = [f"{name}{end}" for end in ("_packed", "_scale_2") if f"{name}{end}" in self.tensors]
+            raise ValueError(
+                f"the checkpoint has no {name}"
+                + (f" but {packed[0]}: weights of fewer than 8 bits are not read; {ADVICE}" if packed else "")
+            )
         self.used.add(name)
         return self.tensors[name].to(self.device)
 
-    def shaped(self, name: str, like: Tensor) -> Tensor:
+    def plain(self, name: str, like: Tensor) -> Tensor:
+        """A tensor of this shape that is not quantised."""
         tensor = self.take(name)
         if tensor.shape != like.shape:
             raise ValueError(f"{name} is {list(tensor.shape)}, the config asks for {list(like.shape)}")
+        if not _is_plain(tensor):
+            raise ValueError(f"{name} is {tensor.dtype}: only the projections of a layer may be quantised; {ADVICE}")
         return tensor
 
-    def scale(self, *names: str) -> Tensor:
-        """A positive number, as fp32 []; the first of the names that there is."""
-        name = next((name for name in names if name in self.tensors), names[0])
-        if name not in self.tensors:
-            raise ValueError(
-                f"the checkpoint has no {name}: FP8 weights need one static scale each; use a checkpoint that has "
-                "them, or the bf16 one, which is quantised at load"
-            )
-        scale = self.take(name).float()
-        if scale.numel() != 1:
-            raise ValueError(f"{name} is {list(scale.shape)}: only one scale for the whole tensor is supported")
-        if not 0.0 < scale.item() < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {scale.item()}")
-        return scale.reshape(())
+    def scale(self, prefix: str, names: Iterable[str], advice: str = ADVICE) -> Tensor | None:
+        """The number that goes by one of the names, as fp32 []; None if there is none. Several must agree."""
+        found: dict[str, Tensor] = {}
+        for name in (prefix + name for name in names):
+            if name not in self.tensors:
+                continue
+            scale = self.take(name)
+            if scale.numel() != 1:
+                raise ValueError(
+                    f"{name} is {list(scale.shape)}: only one scale for the whole tensor is supported; {advice}"
+                )
+            if not scale.is_floating_point():
+                raise ValueError(f"{name} is {scale.dtype}: only scales in floating point are read; {advice}")
+            if positive_number(scale) is None:
+                raise ValueError(
+                    f"{name} must be positive and finite, got {scale.item()}: the checkpoint is broken; {advice}"
+                )
+            found[name] = scale.float().reshape(())
+        if len({x.item() for x in found.values()}) > 1:
+            different = ", ".join(f"{name} is {x.item():g}" for name, x in found.items())
+            raise ValueError(f"{different}: they mean the same; delete those that are wrong from the checkpoint")
+        return next(iter(found.values()), None)
+
+    def scales(self, parts: list[str], kind: str) -> Tensor:
+        """The weights' or the inputs' scales of projections, fp32 [parts]."""
+        scales = []
+        for part in parts:
+            found = self.scale(f"{part}.", PROJECTION_SCALES[kind])
+            if found is None:
+                first, *others = PROJECTION_SCALES[kind]
+                names = f"{part}.{first}, nor {' or '.join(others)}"
+                why = " for its FP8 weight"
+                if kind == "input_scale":
+                    why = ", as where activations are quantised dynamically"
+                raise ValueError(f"the checkpoint has no {names}{why}; {ADVICE}")
+            scales.append(found)
+        return torch.stack(scales)
 
     def linear(self, parts: list[str], old: nn.Module, dtype: torch.dtype) -> nn.Module:
-        """One layer of several projections, their outputs one after the other."""
+        """One layer of several projections, their outputs one after the other: the old one if it is of the kind."""
         weights = [self.take(f"{part}.weight") for part in parts]
-        fp8 = [weight.dtype in FP8_DTYPES for weight in weights]
-        if any(fp8) != all(fp8):
-            raise ValueError(f"{', '.join(parts)}: all of them FP8 or none, since they are fused into one")
         wanted = [sum(len(weight) for weight in weights), *weights[0].shape[1:]]
+        fp8 = self._are_fp8(parts, weights)
         if wanted != [old.out_features, old.in_features] or any(w.shape[1:] != weights[0].shape[1:] for w in weights):
             shapes = ", ".join(f"{part} {list(w.shape)}" for part, w in zip(parts, weights, strict=True))
             raise ValueError(f"{shapes}: the config asks for {[old.out_features, old.in_features]} in all")
-        layer: nn.Module
-        if not all(fp8):
-            if any(not weight.is_floating_point() for weight in weights):
-                raise ValueError(f"{parts[0]}.weight is {weights[0].dtype}: neither FP8 nor a plain checkpoint")
-            layer = nn.Linear(wanted[1], wanted[0], bias=False, device="meta", dtype=dtype)
-            layer.weight = nn.Parameter(torch.cat(weights).to(dtype), requires_grad=False)
+        rows = [len(weight) for weight in weights]
+        if not fp8:
+            layer = old
+            if type(old) is not nn.Linear:
+                layer = nn.Linear(wanted[1], wanted[0], bias=False, device=self.device, dtype=dtype)
+                layer.weight.requires_grad_(False)
+            for place, weight in zip(layer.get_parameter("weight").split(rows), weights, strict=True):
+                place.copy_(weight)
             return layer
-        for part, weight in zip(parts, weights, strict=True):
-            if weight.dtype != FP8:
-                raise ValueError(f"{part}.weight is {weight.dtype}, only {FP8} is supported")
-            if not any(f"{part}.{name}" in self.tensors for name in _INPUT_SCALES):
-                raise ValueError(
-                    f"{part} has no input_scale: activations that are quantised dynamically are not supported; "
-                    "use a checkpoint with static scales, or the bf16 one, which is quantised at load"
-                )
-        scales = torch.stack([self.scale(f"{part}.weight_scale") for part in parts])
-        inputs = torch.stack([self.scale(*(f"{part}.{name}" for name in _INPUT_SCALES)) for part in parts])
-        layer = FP8Linear(wanted[1], wanted[0], bias=False, device="meta")
-        layer.weight_scale, layer.input_scale = scales.amax(), inputs.amax()
-        layer.weight = torch.cat(
-            [
-                weight if torch.equal(scale, layer.weight_scale) else _requantized(weight, scale, layer.weight_scale)
-                for weight, scale in zip(weights, scales, strict=True)
-            ]
-        )
+        scales, inputs = self.scales(parts, "weight_scale"), self.scales(parts, "input_scale")
+        layer = old if type(old) is FP8Linear else FP8Linear(wanted[1], wanted[0], bias=False, device=self.device)
+        assert isinstance(layer, FP8Linear)
+        layer.weight_scale.copy_(scales.amax())
+        layer.input_scale.copy_(inputs.amax())
+        for place, weight, scale in zip(layer.weight.split(rows), weights, scales, strict=True):
+            same = torch.equal(scale, layer.weight_scale)
+            place.copy_(weight if same else _requantized(weight, scale, layer.weight_scale))
         return layer
+
+    def _are_fp8(self, parts: list[str], weights: list[Tensor]) -> bool:
+        """Whether the projections are all FP8. Raises ValueError if some are, or for any other kind but plain."""
+        for part, weight in zip(parts, weights, strict=True):
+            if weight.dtype in FP8_DTYPES and weight.dtype != FP8:
+                raise ValueError(f"{part}.weight is {weight.dtype}, only {FP8} is supported; {ADVICE}")
+            if weight.dtype != FP8 and not _is_plain(weight):
+                raise ValueError(f"{part}.weight is {weight.dtype}: neither {FP8} nor a plain weight; {ADVICE}")
+        fp8 = [part for part, weight in zip(parts, weights, strict=True) if weight.dtype == FP8]
+        if fp8 and len(fp8) < len(parts):
+            plain = [part for part in parts if part not in fp8]
+            raise ValueError(
+                f"{', '.join(fp8)} FP8 and {', '.join(plain)} not: all of them or none, as they are one product; "
+                "use a checkpoint that excludes all of them, or the bf16 one, which is quantised at load"
+            )
+        for part in [] if fp8 else parts:
+            for name in (name for names in PROJECTION_SCALES.values() for name in names):
+                if f"{part}.{name}" in self.tensors:
+                    raise ValueError(
+                        f"{part}.weight is {weights[0].dtype}, but there is {part}.{name}: weights that are rounded to "
+                        f"FP8 and kept in another dtype are not read; {ADVICE}"
+                    )
+        return bool(fp8)
 
     def attention_scales(self, prefix: str, attention: Attention) -> set[str]:
         """Set the scales of a layer's cache; those of a cache that is not FP8 have no use."""
-        found: dict[str, Tensor] = {}
-        for scale, names in _ATTENTION_SCALES.items():
-            for name in (prefix + name for name in names):
-                if name in self.tensors:
-                    found.setdefault(scale, self.scale(name))
+        advice = "delete it from the checkpoint, and load_folder chooses one on its calibration text"
+        read = {scale: self.scale(prefix, names, advice) for scale, names in ATTENTION_SCALES.items()}
+        found = {scale: x for scale, x in read.items() if x is not None}
         if attention.quantized and found:
             attention.set_scales(**found)
         given = set(found) - {"kv_scale"}
         return given | {"k_scale", "v_scale"} if "kv_scale" in found else given
 
+    def finish(self, needless: tuple[str, ...]) -> None:
+        """Raise ValueError if a tensor is left that means something."""
+        left = [name for name in self.tensors if name not in self.used and not name.endswith((*NEEDLESS, *needless))]
+        zeros = [name for name in left if name.endswith(ZERO_POINTS)]
+        if wrong := [name for name in zeros if self.take(name).float().count_nonzero()]:
+            raise ValueError(f"{shortened(wrong)} is not 0: only symmetric quantisation is supported; {ADVICE}")
+        if left := [name for name in left if name not in zeros]:
+            raise ValueError(f"the checkpoint has tensors that this model has no place for: {shortened(left)}")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 def _requantized(codes: Tensor, scale: Tensor, new: Tensor) -> Tensor:
     return quantize(dequantize(codes, scale), new, codes.dtype)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fusion_passes.nn import backends
 from fusion_passes.nn.kv_cache import AttentionMetadata, Layout, PagedKVCache, StaticKVCache
+from fusion_passes.nn.loading import Settled, SettledAfterLoading, positive_number, restore
 from fusion_passes.nn.quant_fp8 import QuantFP8, native_dtype
 from fusion_passes.ops import kv_cache_write
 from fusion_passes.quant import FP8_DTYPES, QuantSpec
@@ -34,7 +35,7 @@ _FROM_META = (
 )
 
 
-class Attention(nn.Module):
+class Attention(SettledAfterLoading):
     """Softmax attention of new tokens over a KV cache that they are written to first.
 
     num_kv_heads: divides num_heads. scale: of the logits, ``head_dim ** -0.5`` if None.
@@ -134,7 +135,8 @@ class Attention(nn.Module):
         self.quantize_query, self.quantize_probs = quantize_query, quantize_probs
         self.query_quant = QuantFP8(QuantSpec(self.cache_dtype)) if quantize_query else None
         self.calculate_kv_scales = calculate_kv_scales
-        self._given: set[str] = set()  # scales that a checkpoint or a caller has set
+        # What a checkpoint or a caller has set, kept on the host: a buffer's memory may come back without its value.
+        self._given: dict[str, float] = {}
         for name, default in self._defaults().items():
             self.register_buffer(name, default.to(device), persistent=False)
         self.register_parameter(
@@ -244,6 +246,7 @@ class Attention(nn.Module):
 
         ``value = code * scale`` with codes in e4m3fn (or e5m2); on hardware with the fnuz form the layer uses twice
         the scale. Changed in place, so that compiled and captured graphs follow. calculate_kv_scales leaves it alone.
+        Waits for the device, so not during a capture.
 
         Raises ValueError for another name and for a scale that is not one positive, finite number; none is set then.
         """
@@ -256,48 +259,66 @@ class Attention(nn.Module):
                 raise ValueError(f"{name} cannot be set on the meta device: call to_empty(device=...) first")
             scales[name] = buffer, self._native_scale(name, value)
         for name, (buffer, scale) in scales.items():
-            buffer.copy_(scale)
-            self._given.add(name)
+            buffer.fill_(scale)
+            self._given[name] = scale
             if name in CALCULATED:
                 self._uncalibrated[CALCULATED.index(name)] = False
 
-    def process_weights_after_loading(self, name: str = "", *, device: torch.device | str | None = None) -> None:
-        """Settle the scales when all weights are in, whatever loaded them.
+    def process_weights_after_loading(self, name: str = "", *, device: torch.device | str | None = None) -> Settled:
+        """Settle the scales when all weights are in, whatever loaded them; no buffer but one on meta changes its place.
 
-        Scales that came from a checkpoint or set_scales stay. All others become 1, also where dummy weights or
-        to_empty have filled them with something, and all are 1 if the cache is not FP8; the ranges become what they
-        were at first. Scales that are still 1 in a layer that uses them are a warning, except where calculate_kv_scales
-        will set them. name: of the layer, for the warning. device: for buffers that are still on the meta device.
+        Scales that came from a checkpoint or set_scales are written again, so that they are what was given even where
+        their memory was released and came back as zeros. All others become 1, also where dummy weights or to_empty have
+        filled them with something, and all are 1 if the cache is not FP8; the ranges become what they were at first.
+        With calculate_kv_scales the first batch is armed again for the scales that nobody gave.
+        name: of the layer, for messages. device: for buffers that are still on the meta device.
 
-        Raises ValueError if there are such buffers and no device is given.
+        Returns what was restored, reset and re-armed. Warns of scales in use that are 1 because nobody gave them, and
+        of a good value in a buffer that is not the given one: it is lost, set_scales would have kept it.
+        Raises ValueError if there are buffers on meta and no device is given.
         """
         if not self.quantized:
             self._given.clear()
-        kept = {SCALES[scale] for scale in self._given}
-        for buffer, default in self._defaults().items():
-            current = self._buffers[buffer]
+        label, prefix = name or "attention", f"{name}." if name else ""
+        restored = []
+        for buffer, value in self._defaults().items():
+            current, scale = self._buffers[buffer], buffer.removeprefix("_")
             if current is None or current.is_meta:
                 if device is None:
                     raise ValueError(
-                        f"{name or 'the layer'}: {buffer.removeprefix('_')} is on the meta device: "
+                        f"{name or 'the layer'}: {scale} is on the meta device: "
                         "say where to make it: process_weights_after_loading(..., device=...)"
                     )
-                self._buffers[buffer] = default.to(device)
-            elif buffer not in kept:
-                current.copy_(default)
+                self._buffers[buffer] = value.to(device)
+                continue
+            held = None if isinstance(current, FakeTensor) or scale not in self._given else positive_number(current)
+            if restore(current, value) and (scale in self._given or buffer in RANGES):
+                restored.append(prefix + scale)
+                if held is not None:
+                    warnings.warn(
+                        f"{label}: {scale} was {held:g} in its buffer and is {self._given[scale]:g} again, as it was "
+                        "given: a write to the buffer lasts until weights are loaded, set_scales for good",
+                        stacklevel=2,
+                    )
         used = ["k_scale", "v_scale", *["q_scale"] * self.quantize_query, *["prob_scale"] * self.quantize_probs]
-        if self.calculate_kv_scales:
-            used = [scale for scale in used if scale not in CALCULATED]
-        missing = [scale for scale in used if scale not in self._given]
-        if self.quantized and missing:
+        not_given = [scale for scale in used if scale not in self._given] if self.quantized else []
+        missing = [scale for scale in not_given if not (self.calculate_kv_scales and scale in CALCULATED)]
+        if missing:
             warnings.warn(
-                f"{name or 'attention'}: the {self.kv_cache_dtype} cache uses {', '.join(missing)} = 1, which no "
+                f"{label}: the {self.kv_cache_dtype} cache uses {', '.join(missing)} = 1, which no "
                 "checkpoint has set: accuracy may suffer. Load scales, call set_scales, or use calculate_kv_scales",
                 stacklevel=2,
             )
+        rearmed = [s for s in CALCULATED if self.calculate_kv_scales and s not in self._given]
+        return Settled(
+            restored=tuple(restored),
+            reset=tuple(prefix + scale for scale in missing),
+            rearmed=tuple(prefix + scale for scale in rearmed),
+        )
 
     def _defaults(self) -> dict[str, Tensor]:
-        values = dict.fromkeys(SCALES.values(), 1.0) | RANGES
+        """All buffers before the first batch: scales are those that were given, and 1."""
+        values = {buffer: self._given.get(scale, 1.0) for scale, buffer in SCALES.items()} | RANGES
         fp32 = {buffer: torch.tensor(x, dtype=torch.float32, device="cpu") for buffer, x in values.items()}
         uncalibrated = [self.calculate_kv_scales and scale not in self._given for scale in CALCULATED]
         return fp32 | {"_uncalibrated": torch.tensor(uncalibrated, device="cpu")}
@@ -385,14 +406,10 @@ class Attention(nn.Module):
             raise ValueError(f"backend {self.backend.name} has no output quantised as {spec}")
         return dtype
 
-    def _native_scale(self, name: str, value: Tensor | float) -> Tensor:
-        try:
-            scale = value.detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
-        except (TypeError, ValueError, RuntimeError):  # text, None, lists of them
-            scale = torch.empty(0, device="cpu")
-        if scale.is_meta or scale.is_complex() or scale.numel() != 1 or not 0.0 < float(scale.float()) < math.inf:
+    def _native_scale(self, name: str, value: Tensor | float) -> float:
+        scale = positive_number(value)
+        if scale is None:
             raise ValueError(f"{name} must be one positive, finite number, got {value!r}")
-        scale = scale.float().reshape(())
         return scale * FNUZ_FACTOR if self._fnuz and name != "prob_scale" else scale
 
     @property
@@ -426,7 +443,7 @@ class Attention(nn.Module):
             try:
                 self.set_scales(**{name: value})
             except ValueError as error:
-                error_msgs.append(f"{prefix}{name}: {error}")
+                error_msgs.append(f"{prefix}{name if name in found else 'kv_scale'}: {error}")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -453,7 +470,7 @@ class Attention(nn.Module):
             if not _has_values_of(new, old):
                 lost.add(name)
         if lost:
-            self._given -= {scale for scale, buffer in SCALES.items() if buffer in lost}
+            self._given = {scale: x for scale, x in self._given.items() if SCALES[scale] not in lost}
             defaults = self._defaults()  # without what is no longer given
             for name in lost | {"_uncalibrated"}:
                 self._buffers[name].copy_(defaults[name])  # type: ignore[union-attr]
@@ -486,10 +503,3 @@ def _split_kv_scale(values: Mapping[str, Tensor | float]) -> dict[str, Tensor | 
         both = split.pop("kv_scale")
         split = {"k_scale": both, "v_scale": both} | split
     return split
-
-
-def process_weights_after_loading(model: nn.Module, *, device: torch.device | str | None = None) -> None:
-    """``Attention.process_weights_after_loading`` of every such layer in the model."""
-    for name, module in model.named_modules():
-        if isinstance(module, Attention):
-            module.process_weights_after_loading(name, device=device)

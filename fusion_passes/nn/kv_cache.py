@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fusion_passes.nn.loading import Settled, SettledAfterLoading, restore
+
 Layout = Literal["HND", "NHD"]
 STATIC_PAGE_MULTIPLE = 128
 """Keys that a kernel takes at a time: a page of a static cache is a multiple."""
@@ -200,7 +202,7 @@ class PagedKVCache(nn.Module):
         return f"{list(self.key.shape)}, {self.dtype}, layout={self.layout}"
 
 
-class StaticKVCache(PagedKVCache):
+class StaticKVCache(PagedKVCache, SettledAfterLoading):
     """A contiguous stretch of max_len tokens for each of batch sequences: page s is sequence s's.
 
     ``block_table``: int32 [batch, 1], for the metadata. page_size is max_len, rounded up to a multiple of 128.
@@ -222,11 +224,19 @@ class StaticKVCache(PagedKVCache):
         page_size = -(-max_len // STATIC_PAGE_MULTIPLE) * STATIC_PAGE_MULTIPLE
         super().__init__(batch, page_size, num_kv_heads, head_dim, dtype, layout=layout, device=device)
         self.max_len = max_len
-        table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
-        self.register_buffer("block_table", table, persistent=False)
+        self.register_buffer("block_table", self._table().to(device or torch.get_default_device()), persistent=False)
+
+    def process_weights_after_loading(self, name: str = "", *, device: torch.device | str | None = None) -> Settled:
+        """Write the block table again, in place: zeros would put all sequences on one page. On meta: nothing."""
+        if self.block_table.is_meta or not restore(self.block_table, self._table()):
+            return Settled()
+        return Settled(restored=(f"{name}.block_table" if name else "block_table",))
+
+    def _table(self) -> Tensor:
+        return torch.arange(self.pages, dtype=torch.int32, device="cpu")[:, None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StaticKVCache":
         super()._apply(fn, recurse)
         if not self.block_table.is_meta:  # to_empty leaves whatever was there
-            self.block_table.copy_(torch.arange(self.pages, dtype=torch.int32, device="cpu")[:, None])
+            self.block_table.copy_(self._table())
         return self

@@ -10,22 +10,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from fusion_passes.nn.loading import Settled, SettledAfterLoading, positive_number
 from fusion_passes.quant import QuantSpec, choose_scale, quantize
 
 FP8 = torch.float8_e4m3fn
+SCALES = ("weight_scale", "input_scale")
 SPEC = QuantSpec(dtype=FP8, granularity="tensor", static=True)
 
 Filter = Callable[[str, nn.Linear], bool]
 
 
-class FP8Linear(nn.Module):
+class FP8Linear(SettledAfterLoading):
     """nn.Linear on FP8 (e4m3fn) codes, one static scale for the weight and one for the input.
 
     All of it is buffers, so `.to(device)` moves it; `.to(dtype)` and `.half()` change the bias alone. Keys of
     state_dict: `weight` fp8 [out_features, in_features], `weight_scale` fp32 [], `input_scale` fp32 [], and
     `bias` [out_features] where there is one. A new layer holds zeros and scales of 1 until a checkpoint is loaded.
-    The scales are 0-d: they promote no dtype and broadcast anywhere.
+    The scales are 0-d: they promote no dtype and broadcast anywhere. load_state_dict takes them as one number of any
+    shape and dtype, and refuses what is not positive and finite; the layer then keeps the scale that it has.
 
     Raises ValueError if a feature count is not a multiple of 16, which cuBLAS asks of FP8 operands.
     """
@@ -55,7 +59,10 @@ class FP8Linear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, input_scale: Tensor | float | None = None) -> "FP8Linear":
-        """Quantise a layer. input_scale: one positive number, or a tensor with one; 1 if None, to be set later."""
+        """Quantise a layer. input_scale: one positive number, or a tensor with one; 1 if None, to be set later.
+
+        Raises ValueError for an input_scale that is none, and for weights that are not finite. Waits for the device.
+        """
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype)
         layer.train(linear.training)
         weight = linear.weight.detach()
@@ -63,6 +70,13 @@ class FP8Linear(nn.Module):
         if scale.numel() != 1:
             raise ValueError(f"input_scale must be one number for the whole tensor, got shape {list(scale.shape)}")
         layer.weight_scale = choose_scale(weight, SPEC).reshape(())
+        if not weight.is_meta:
+            if positive_number(scale) is None:
+                raise ValueError(
+                    f"input_scale must be positive and finite, got {scale.item()}: calibrate the layer again"
+                )
+            if positive_number(layer.weight_scale) is None:
+                raise ValueError("the weight has an infinity or a NaN: load it again before it is quantised")
         layer.weight = quantize(weight, layer.weight_scale, FP8)
         layer.input_scale = scale.detach().reshape(()).clone()
         layer.bias = None if linear.bias is None else linear.bias.detach().clone()
@@ -84,9 +98,50 @@ class FP8Linear(nn.Module):
             codes, self.weight.t(), scale_a=self.input_scale, scale_b=self.weight_scale, bias=bias, out_dtype=out_dtype
         )
 
+    def process_weights_after_loading(self, name: str = "", *, device: torch.device | str | None = None) -> Settled:
+        """Refuse scales that are lost: only a checkpoint has them, so nothing is restored here. On meta: nothing.
+
+        Raises ValueError that names the scales that are not positive and finite.
+        """
+        scales = {} if self.weight_scale.is_meta else {scale: self._buffers[scale] for scale in SCALES}
+        lost = {scale: x for scale, x in scales.items() if positive_number(x) is None}
+        if lost:
+            values = ", ".join(f"{scale} is {x.tolist()}" for scale, x in lost.items() if x is not None)
+            raise ValueError(
+                f"{name or 'FP8Linear'}: {values}, not a positive, finite number: load the layer's weight and both "
+                "scales again, then call process_weights_after_loading"
+            )
+        return Settled()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name in SCALES:
+            value = state_dict.get(prefix + name)
+            if not isinstance(value, Tensor) or value.is_meta or isinstance(value, FakeTensor):
+                continue
+            if positive_number(value) is None:
+                shown = value.tolist() if value.numel() == 1 else f"of shape {list(value.shape)}"
+                error_msgs.append(
+                    f"{prefix}{name} must be one positive, finite number, got {shown}: it stays as it was"
+                )
+                state_dict[prefix + name] = self._buffers[name]
+            else:
+                state_dict[prefix + name] = value.float().reshape(())
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FP8Linear":
         # Module.to(dtype) casts every floating-point buffer, and FP8 counts as one: the codes would become bf16.
-        kept = {name: self._buffers[name] for name in ("weight", "weight_scale", "input_scale")}
+        kept = {name: self._buffers[name] for name in ("weight", *SCALES)}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in kept.items():
             after = self._buffers[name]
