@@ -39,7 +39,7 @@ from fusion_passes.idioms.reading import (
     is_high_precision,
     op_name,
     operands,
-    reduces_last,
+    reduced_along_last,
     schema_name,
     shape_of,
     show,
@@ -122,36 +122,14 @@ class _Math:
         parts = where_parts(node)
         if parts is None or constant(parts[1]) != 0.0 or not (softmax := tensor_node(parts[2])):
             return None
-        passed: set[Node] = set()
-        chain, shape = parts[0], value(softmax).shape
-        if not same_shape(value(node).shape, shape):
+        shape, passed = value(softmax).shape, set[Node]()
+        scores = _judged_rows(parts[0], passed)
+        if scores is None or not same_shape(value(node).shape, shape):
             return None
-        while keeps_order(chain):
-            passed.add(chain)
-            chain = chain.all_input_nodes[0]
-        if calls(chain, aten.all.dim):
-            passed.add(chain)
-            reduced = reduces_last(chain, aten.all.dim)
-        else:
-            passed.add(chain)
-            if (chain := inverted(chain)) is None:  # type: ignore[assignment]
-                return None
-            passed.add(chain)
-            reduced = reduces_last(chain, aten.any.dim, aten.any.dims)
-            if reduced is not None and (inner := inverted(reduced[0])) is not None:
-                passed.add(reduced[0])
-                reduced = inner, reduced[1]
-            else:
-                reduced = None
-        compared = None if reduced is None else operands(reduced[0], aten.eq.Scalar, aten.eq.Tensor)
-        if reduced is None or compared is None or constant(compared[1]) != -math.inf:
-            return None
-        scores = tensor_node(compared[0])
-        if scores is None or not same_shape(value(scores).shape, value(reduced[0]).shape):
-            return None
+        # The n-th row judged is the n-th one emptied.
         if not same_shape(value(parts[0]).shape, [*shape[:-1], 1]) or not same_shape(shape, value(scores).shape):
-            raise Unread(node, f"looks like attention, but {node.name} does not empty the rows that it judges")
-        self.nodes |= {*passed, reduced[0]}
+            raise Unread(node, f"looks like attention, but {node.name} empties other rows than those that it judges")
+        self.nodes |= passed
         return softmax, scores
 
     def _quotient(self, node: Node) -> Node | None:
@@ -388,6 +366,30 @@ class _Math:
         )
         if not fits:
             raise Unread(self.product, f"looks like attention of {shape_of(q)}, {shape_of(k)} and {shape_of(v)}")
+
+
+def _judged_rows(node: Node, passed: set[Node]) -> Node | None:
+    """The scores of which `node` says in order, for each row, whether all are -inf; None for anything else.
+    passed: what leads to them is added."""
+
+    def up(node: Node) -> Node:
+        while keeps_order(node):
+            passed.add(node)
+            node = node.all_input_nodes[0]
+        passed.add(node)
+        return node
+
+    node = up(node)
+    compared = reduced_along_last(node, aten.all.dim)
+    if compared is None and (some := inverted(node)) is not None:
+        finite = reduced_along_last(up(some), aten.any.dim, aten.any.dims)
+        compared = None if finite is None else inverted(up(finite))
+    both = operands(compared, aten.eq.Scalar, aten.eq.Tensor)
+    scores = None if both is None or constant(both[1]) != -math.inf else tensor_node(both[0])
+    if compared is None or scores is None or not same_shape(value(scores).shape, value(compared).shape):
+        return None
+    passed.add(compared)
+    return scores
 
 
 def _widened(node: Node) -> Node | None:

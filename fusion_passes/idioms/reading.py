@@ -87,16 +87,15 @@ def operands(node: object, *targets: object) -> tuple[Any, Any] | None:
     return arguments(node, "self", "other") if calls(node, *targets) else None
 
 
-def reduces_last(node: Node, *targets: object) -> tuple[Node, bool] | None:
-    """(tensor, whether its last dimension is kept with size 1) of a call of one of these reductions over it alone; None
+def reduced_along_last(node: Node, *targets: object) -> Node | None:
+    """What a call of one of these reductions reduces along its last dimension alone, whether that is kept or not; None
     for anything else."""
     said = arguments(node, "self", "dim", "keepdim") if calls(node, *targets) else None
     source = tensor_node(said[0]) if said is not None else None
-    if said is None or source is None or not isinstance(said[2], bool):
+    if said is None or source is None:
         return None
     dims = list(said[1]) if isinstance(said[1], (list, tuple)) else [said[1]]
-    last = value(source).ndim - 1
-    return (source, said[2]) if last >= 0 and dims in ([-1], [last]) else None
+    return source if value(source).ndim and dims in ([-1], [value(source).ndim - 1]) else None
 
 
 def number(arg: object) -> float | None:

@@ -312,6 +312,8 @@ def _difference(program: Program, idiom: Idiom) -> str:
                 return f"its scales are {held}, not {scales}"
         return _codes_differ(_behind(want, idiom.views, values), got)
     if isinstance(idiom, (Attention, Rope)):
+        if not all(bool(values[x].isfinite().all()) for x in idiom.inputs[:3]):
+            return ""  # in what becomes of NaN and infinity, torch's own attention ops differ
         want = idiom.reference(*(values[x] for x in idiom.inputs)).float()
         if want.shape != got.shape:
             return f"its shape is {list(want.shape)}, not {list(got.shape)}"
