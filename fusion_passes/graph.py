@@ -50,6 +50,20 @@ RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view
 COPIES = frozenset({aten.clone.default, aten.contiguous.default})
 """Of `VIEWS`, those that exist only to change the memory layout."""
 
+PERMUTATIONS = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})
+"""Of `VIEWS`, those that put the elements into another order."""
+
+SPLITS = frozenset(
+    {
+        aten.split_with_sizes.default,
+        aten.split.Tensor,
+        aten.unbind.int,
+        aten.unsafe_split.Tensor,
+        aten.unsafe_split_with_sizes.default,
+    }
+)
+"""Ops that give the parts of a tensor along one dimension, as a tuple."""
+
 
 _OWN_LAYERS = tuple(f"{Path(__file__).parent}/{name}" for name in ("nn/", "ops/", "quant.py"))
 
@@ -119,8 +133,45 @@ def is_noop(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """True for an op in `VIEWS`, or one that changes nothing."""
-    return calls(node, *VIEWS) or is_noop(node)
+    """True for an op whose output has the elements of its input, each once: one in `VIEWS`, one that changes nothing,
+    and what takes all of a tensor: `x[0]` of one row, a split into one part.
+
+    Such a split is two nodes, the call and the part that is taken from its tuple; each counts as a view."""
+    return calls(node, *VIEWS) or is_noop(node) or _takes_all(node)
+
+
+def view_source(node: Node) -> Node | None:
+    """The tensor that a view is of, also where the view is the part of a split; None where it has none."""
+    source = node.all_input_nodes[0] if node.all_input_nodes else None
+    if source is not None and node.target is operator.getitem and calls(source, *SPLITS):
+        source = source.all_input_nodes[0]
+    return source if is_tensor(source) else None
+
+
+def keeps_order(node: Node) -> bool:
+    """True for a view that leaves element n at place n, counted row by row."""
+    return is_view(node) and not calls(node, *PERMUTATIONS)
+
+
+def _takes_all(node: Node) -> bool:
+    """True for a `select`, a part of a split or an `expand` that provably gives all elements, each once; and for the
+    split that such a part is of."""
+    if calls(node, *SPLITS):
+        return _is_of_one_part(node)
+    if node.target is operator.getitem:
+        split = node.args[0]
+        return isinstance(split, Node) and calls(split, *SPLITS) and _is_of_one_part(split)
+    if not calls(node, aten.select.int, aten.expand.default):
+        return False
+    source = view_source(node)
+    return source is not None and is_tensor(node) and known(value(source).numel() == value(node).numel())
+
+
+def _is_of_one_part(split: Node) -> bool:
+    parts, source = split.meta.get("val"), view_source(split)
+    if source is None or not isinstance(parts, (list, tuple)) or len(parts) != 1:
+        return False
+    return isinstance(parts[0], Tensor) and known(parts[0].numel() == value(source).numel())
 
 
 def through_views(node: Node) -> tuple[Node, tuple[Node, ...]]:
@@ -142,6 +193,8 @@ def following_views(node: Node) -> tuple[Node, ...]:
             break
         path.append(user)
         node = user
+    while path and not is_tensor(path[-1]):
+        path.pop()  # a split, of which nothing takes the one part
     return tuple(path)
 
 

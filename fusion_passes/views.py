@@ -17,7 +17,7 @@ from fusion_passes.rule import Call
 def replay(views: Iterable[Node], node: Node, call: Call) -> Node:
     """Apply `views` to `node`; a copy into the layout that it already has is left out."""
     for view in views:
-        if _is_needed(view, value(node)):
+        if _is_needed(view, node.meta["val"]):
             node = call(view.target, node, *view.args[1:], **view.kwargs)
     return node
 
@@ -49,15 +49,19 @@ def cost(empty: Callable[[Tensor, str], Tensor], layout: str, views: Sequence[No
         for view in views:
             if not _is_needed(view, x):
                 continue
-            args: tuple[Any, ...] = torch.fx.node.map_arg(view.args[1:], lambda n: n.meta["val"])
-            kwargs = torch.fx.node.map_arg(view.kwargs, lambda n: n.meta["val"])
-            y = view.target(x, *args, **kwargs)  # type: ignore[operator]
+            y = applied(view, x)
             copies += calls(view, *COPIES) or (calls(view, *RESHAPES) and not _is_alias(x, y))
             x = y
     return not same_layout(x, value(views[-1] if views else source)), copies
 
 
-def _is_needed(view: Node, x: Tensor) -> bool:
+def applied(view: Node, x: Any) -> Any:
+    """A view of the fake tensor `x` (or, of a split, its tuple), as `view` is one of its own input."""
+    args: tuple[Any, ...] = torch.fx.node.map_arg(view.args[1:], lambda n: n.meta["val"])
+    return view.target(x, *args, **torch.fx.node.map_arg(view.kwargs, lambda n: n.meta["val"]))  # type: ignore[operator]
+
+
+def _is_needed(view: Node, x: Any) -> bool:
     """False for a view that changes nothing: a no-op, or a copy into the layout that `x` already has."""
     return not is_noop(view) and not (calls(view, *COPIES) and same_layout(x, value(view)))
 

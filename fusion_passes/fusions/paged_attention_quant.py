@@ -21,9 +21,9 @@ import torch
 from torch.fx import Node
 
 from fusion_passes.fusions.output_quant import OutputQuantMatch, check_static
-from fusion_passes.graph import aten, calls, following_views, is_noop, through_views, value
+from fusion_passes.graph import aten, following_views, keeps_order, through_views, value
 from fusion_passes.idioms import Idioms
-from fusion_passes.idioms.group_quantize import KEEP_ORDER, GroupQuantize
+from fusion_passes.idioms.group_quantize import GroupQuantize
 from fusion_passes.idioms.paged_attention import PagedAttention
 from fusion_passes.idioms.quantize import Quantize
 from fusion_passes.measured.paged_attention_quant import verdict as measured_verdict
@@ -107,7 +107,7 @@ class PagedGroupMatch(OutputQuantMatch):
             f"groups of {q.group_size} do not divide a head of {head_dim}",
         )
         self.require(
-            all(calls(view, *KEEP_ORDER) or is_noop(view) for view in self.before),
+            all(map(keeps_order, self.before)),
             "the attention's output is transposed before it is quantised; the fused op has groups in its own order",
         )
         if q.scales is not None:

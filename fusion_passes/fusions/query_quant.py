@@ -57,6 +57,8 @@ class QueryQuantMatch(Match):
     by: OpaqueOp | None = None
     whole: bool = True
     """False where the op writes its codes to a part of a tensor."""
+    unread: str = ""
+    """An argument of the op that the table does not speak of, as `name=value`."""
 
     @property
     def site(self) -> Node:
@@ -89,7 +91,8 @@ class QueryQuant(Rule[QueryQuantMatch]):
             op = OPAQUE[made.name]
             x, by = made.arguments[op.input], made.arguments[op.scale]
             if isinstance(x, Node) and is_tensor(x) and isinstance(by, Node) and is_tensor(by):
-                yield QueryQuantMatch(source, made.nodes, (x, by), attention, x, by, op, made.whole)
+                unread = op.unread(made.arguments, made.defaults)
+                yield QueryQuantMatch(source, made.nodes, (x, by), attention, x, by, op, made.whole, unread)
 
     def legality(self, m: QueryQuantMatch) -> None:
         """What the formula of the table speaks of; the attention op has checked its own arguments."""
@@ -106,6 +109,7 @@ class QueryQuant(Rule[QueryQuantMatch]):
         )
         if m.by is None:
             return
+        m.require(not m.unread, f"the op is called with {m.unread}, which is not read")
         m.require(is_high_precision(m.query), f"the query is {dtype_name(query.dtype)}, not bf16, fp16 or fp32")
         m.require(codes.dtype in FP8_DTYPES, f"the op quantises to {dtype_name(codes.dtype)}")
         m.require(

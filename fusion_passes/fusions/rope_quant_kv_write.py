@@ -30,7 +30,7 @@ from torch.fx import Node
 from fusion_passes.fusions.output_quant import check_static
 from fusion_passes.graph import (
     COPIES,
-    VIEWS,
+    SPLITS,
     aten,
     calls,
     following_views,
@@ -46,14 +46,14 @@ from fusion_passes.graph import (
 from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.kv_cache import KVCacheWrite
 from fusion_passes.idioms.quantize import Quantize
-from fusion_passes.idioms.reading import is_cast, tensor_node
-from fusion_passes.idioms.rope import SPLITS, Rope, Table
+from fusion_passes.idioms.reading import arguments, is_cast, tensor_node
+from fusion_passes.idioms.rope import Rope, Table
 from fusion_passes.measured.rope_quant_kv_write import verdict as measured_verdict
 from fusion_passes.ops.kv_cache_write import why_no_kernel
 from fusion_passes.quant import dtype_name
 from fusion_passes.rule import Call, Match, Rule
 from fusion_passes.symbolic import fixed, known
-from fusion_passes.views import cost, replay
+from fusion_passes.views import applied, cost, replay
 
 OUTPUT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Of the query's codes."""
@@ -242,7 +242,7 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             torch.ops.fusion_passes.rope_quant_kv_write.default,
             query=_token_major(m.query, m.head, call),
             key=_token_major(m.rope, m.head, call),
-            value=replay((node for node in m.value.path if calls(node, *VIEWS)), m.value.source, call),
+            value=replay(filter(is_view, m.value.path), m.value.source, call),
             cos=cos,
             sin=sin,
             positions=positions,
@@ -326,7 +326,7 @@ def _match(
         side_outputs=caches,
         query=query,
         quantize=quantize,
-        views=tuple(node for node in views if calls(node, *VIEWS)),
+        views=tuple(filter(is_view, views)),
         key=key,
         rope=rope,
         value=val,
@@ -384,6 +384,8 @@ def _following_views_and_casts(node: Node) -> tuple[Node, ...]:
             break
         path.append(user)
         node = user
+    while path and not is_tensor(path[-1]):
+        path.pop()  # a split, of which nothing takes the one part
     return tuple(path)
 
 
@@ -521,7 +523,7 @@ def _is_token_major(rope: Rope, head: int | None, path: tuple[Node, ...], end: T
     comes out is contiguous.
     """
     x = value(rope.x)
-    views = [node for node in path if calls(node, *VIEWS) and not calls(node, *COPIES)]
+    views = [node for node in path if is_view(node) and not calls(node, *COPIES)]
     if not views and x.ndim == 3 and head == 1:
         return True
     order = _order(x.ndim, head)
@@ -539,19 +541,15 @@ def _applied(x: Tensor, views: list[Node]) -> Tensor | None:
     """A fake tensor after some views; None where one of them had to copy."""
     base = x if x._base is None else x._base
     for view in views:
-        call = _split_of(view) or view
-        args: tuple[Any, ...] = torch.fx.node.map_arg(call.args[1:], lambda n: n.meta["val"])
-        made = call.target(x, *args, **torch.fx.node.map_arg(call.kwargs, lambda n: n.meta["val"]))  # type: ignore[operator]
-        x = made if call is view else made[view.args[1]]
-        if x._base is not base and x is not base:
+        x = applied(view, x)
+        if isinstance(x, Tensor) and x._base is not base and x is not base:
             return None
     return x
 
 
-def _split_of(node: Node) -> Node | None:
-    """The split of which a node is one part."""
-    split = node.args[0] if node.target is operator.getitem else None
-    return split if isinstance(split, Node) and calls(split, *SPLITS) else None
+def _is_split(node: Node) -> bool:
+    """True for a split, and for a part that is taken from its tuple."""
+    return calls(node, *SPLITS) or (node.target is operator.getitem and calls(node.args[0], *SPLITS))
 
 
 def _tables(rope: Rope, head: int | None, call: Call) -> tuple[Node, Node, Node | None]:
@@ -618,10 +616,10 @@ def _lookup(rope: Rope, table: Table, head: int | None) -> _Lookup | None:
     node = table.source
     if head is None:
         return None
-    while calls(node, *VIEWS, aten.slice.Tensor) or is_cast(node) or _split_of(node) is not None:
+    while is_view(node) or calls(node, aten.slice.Tensor) or _is_wide_cast(node) or _is_split(node):
         if not is_cast(node) and not calls(node, *COPIES):
             path.insert(0, node)
-        node = (_split_of(node) or node).all_input_nodes[0]
+        node = node.all_input_nodes[0]
     rows, positions = _indexed(node)
     if rows is None or positions is None or value(rows).ndim < 2:
         return None
@@ -657,10 +655,19 @@ def _lookup(rope: Rope, table: Table, head: int | None) -> _Lookup | None:
 def _indexed(node: Node) -> tuple[Node | None, Node | None]:
     """(table, positions) of a lookup of rows."""
     table, positions = None, None
-    if calls(node, aten.index.Tensor) and isinstance(node.args[1], (list, tuple)) and len(node.args[1]) == 1:
-        table, positions = node.args[0], node.args[1][0]
+    if calls(node, aten.index.Tensor):
+        table, indices = arguments(node, "self", "indices") or (None, ())
+        positions = indices[0] if len(indices) == 1 else None
     elif calls(node, aten.embedding.default):
-        table, positions = node.args[:2]
-    elif calls(node, aten.index_select.default) and node.args[1] == 0:
-        table, positions = node.args[0], node.args[2]
-    return tensor_node(table), tensor_node(positions)
+        # The other arguments are about the gradient.
+        table, positions, *_ = arguments(node, "weight", "indices", *_OF_THE_GRADIENT) or (None, None)
+    elif calls(node, aten.index_select.default):
+        table, dim, positions = arguments(node, "self", "dim", "index") or (None, None, None)
+        table = table if dim == 0 else None
+    positions = tensor_node(positions)
+    if positions is not None and value(positions).dtype not in (torch.int32, torch.int64):
+        positions = None  # a mask, which takes the rows where it is True
+    return tensor_node(table), positions
+
+
+_OF_THE_GRADIENT = ("padding_idx", "scale_grad_by_freq", "sparse")

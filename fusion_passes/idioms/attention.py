@@ -18,7 +18,18 @@ from fusion_passes.graph import argument, aten, calls, is_tensor, same_shape, va
 from fusion_passes.idioms import Idiom, NearMiss
 from fusion_passes.idioms.attention_mask import Mask
 from fusion_passes.idioms.kv_heads import unexpand
-from fusion_passes.idioms.reading import Unread, constant, is_4d, number, op_name, read_all, schema_name, show
+from fusion_passes.idioms.reading import (
+    Unread,
+    arguments,
+    constant,
+    is_4d,
+    is_start,
+    number,
+    op_name,
+    read_all,
+    schema_name,
+    show,
+)
 from fusion_passes.reference import attention as attention_reference
 from fusion_passes.symbolic import known
 
@@ -188,18 +199,19 @@ def _unpad(q: Node, k: Node, v: Node, output: Node) -> tuple[Node, Node, Node, N
     assert source_k is not None
     assert source_v is not None
     sliced = users[0]
-    starts_at_zero = argument(sliced, 2, "start") in (0, None) and argument(sliced, 4, "step", 1) == 1
-    rank_and_dim = argument(sliced, 1, "dim", 0) in (3, -1)
-    if starts_at_zero and rank_and_dim and is_tensor(sliced) and same_shape(value(sliced).shape, value(source_q).shape):
-        return source_q, source_k, source_v, sliced
-    return None
+    if not (is_start(sliced) and is_tensor(sliced) and same_shape(value(sliced).shape, value(source_q).shape)):
+        return None
+    # All filled up from the same head_dim: otherwise the op multiplies numbers of one with zeros of another.
+    alike = all(same_shape(value(x).shape[3:], value(source_q).shape[3:]) for x in (source_k, source_v))
+    return (source_q, source_k, source_v, sliced) if alike else None
 
 
 def _padded(node: Node) -> Node | None:
     """What `node` is with zeros added at the end of its last dimension; None where it is no such thing."""
-    if not calls(node, aten.constant_pad_nd.default) or constant(argument(node, 2, "value", 0)) != 0.0:
+    said = arguments(node, "self", "pad", "value") if calls(node, aten.constant_pad_nd.default) else None
+    if said is None or constant(said[2]) != 0.0:
         return None
-    pad, source = argument(node, 1, "pad"), node.args[0]
+    source, pad, _ = said
     if not (isinstance(pad, (list, tuple)) and len(pad) >= 2 and isinstance(source, Node) and is_4d(source)):
         return None
     return source if all(p == 0 for i, p in enumerate(pad) if i != 1) else None

@@ -9,16 +9,28 @@ import torch
 from torch import SymInt
 from torch.fx import Node
 
-from fusion_passes.graph import argument, aten, calls, is_tensor, is_view, prims, same_shape, value
+from fusion_passes.graph import argument, aten, calls, is_tensor, keeps_order, prims, same_shape, value
 from fusion_passes.idioms import constants
-from fusion_passes.idioms.reading import Unread, constant, is_cast, number, show, without_copies
+from fusion_passes.idioms.reading import (
+    Unread,
+    arguments,
+    constant,
+    is_cast,
+    is_high_precision,
+    is_start,
+    number,
+    operands,
+    show,
+    tensor_node,
+    without_copies,
+)
 
 CUDNN_MASKED = frozenset({-65504.0, -65536.0})
 """What a False in a bool mask becomes for cuDNN up to torch 2.11, in place of -inf; the latter where it is bf16."""
 
 OLD_CUDNN_MASKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) <= (2, 11)
 
-NEGATIONS = frozenset({aten.logical_not.default, aten.bitwise_not.default})
+_NEGATIONS = frozenset({aten.logical_not.default, aten.bitwise_not.default})
 _CONJUNCTIONS = frozenset({aten.logical_and.default, aten.bitwise_and.Tensor})
 
 
@@ -64,7 +76,7 @@ class Mask:
     def _is_causal(self, mask: Node, negated: bool) -> bool:
         if not same_shape(value(mask).shape[-2:], self.lengths):
             return False
-        return _is_causal(mask, negated) or (not negated and _constant_kind(mask) == "causal")
+        return _is_causal(mask, negated, self.lengths) or (not negated and _constant_kind(mask) == "causal")
 
     def _set(self, node: Node, kind: str) -> None:
         if self.node is not None and (self.node is not node or kind == "float"):  # bool: twice is once
@@ -73,7 +85,7 @@ class Mask:
 
     def _filled(self, mask: Node) -> tuple[Node, bool] | None:
         """(bool mask, negated) of which `mask` is the additive form, 0 and -inf; None for any other float mask."""
-        while is_cast(mask):
+        while is_cast(mask) and is_high_precision(mask):
             mask = _unpadded_mask(mask.all_input_nodes[0])
         parts = where_parts(mask)
         if parts is None:
@@ -106,9 +118,9 @@ def _constant_kind(mask: Node) -> constants.Kind | None:
 def where_parts(node: Node) -> tuple[Node, object, object] | None:
     """(condition, value if True, value if False) of a `where` or `masked_fill`."""
     if calls(node, aten.where.self, aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf):
-        condition, yes, no = node.args[:3]
+        condition, yes, no = arguments(node, "condition", "self", "other") or (None, None, None)
     elif calls(node, aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-        no, condition, yes = node.args[:3]
+        no, condition, yes = arguments(node, "self", "mask", "value") or (None, None, None)
     else:
         return None
     if isinstance(condition, Node) and is_tensor(condition) and value(condition).dtype == torch.bool:
@@ -120,13 +132,16 @@ def _positive(mask: Node, negated: bool) -> tuple[Node, bool]:
     """A bool mask without its negations."""
     while True:
         mask = _unpadded_mask(mask)
-        if calls(mask, *NEGATIONS) and is_tensor(mask) and value(mask).dtype == torch.bool:
-            inner = mask.args[0]
-            if not (isinstance(inner, Node) and is_tensor(inner) and value(inner).dtype == torch.bool):
-                return mask, negated
-            mask, negated = inner, not negated
-        else:
+        if (inner := inverted(mask)) is None:
             return mask, negated
+        mask, negated = inner, not negated
+
+
+def inverted(node: Node) -> Node | None:
+    """The bool tensor of which `node` is the negation, or None."""
+    said = arguments(node, "self") if calls(node, *_NEGATIONS) else None
+    source = None if said is None else tensor_node(said[0])
+    return source if source is not None and value(source).dtype is torch.bool else None
 
 
 def _unpadded_mask(mask: Node) -> Node:
@@ -146,31 +161,33 @@ def _sliced_padding(sliced: Node) -> Node | None:
     padded = without_copies(sliced.all_input_nodes[0])
     if not calls(padded, aten.constant_pad_nd.default):
         return None
-    pad, source = argument(padded, 1, "pad"), padded.all_input_nodes[0]
+    source, pad, _ = arguments(padded, "self", "pad", "value") or (None, None, None)
     if not (isinstance(pad, (list, tuple)) and is_tensor(source) and is_tensor(sliced)):
         return None
     at_the_end = all(p == 0 for p in pad[::2])
-    from_start = argument(sliced, 2, "start") in (0, None) and argument(sliced, 4, "step", 1) == 1
-    return source if at_the_end and from_start and same_shape(value(sliced).shape, value(source).shape) else None
+    fits = at_the_end and is_start(sliced) and same_shape(value(sliced).shape, value(source).shape)
+    return source if fits else None
 
 
-def _is_causal(mask: Node, negated: bool) -> bool:
+def _is_causal(mask: Node, negated: bool, lengths: Sequence[int | SymInt]) -> bool:
     """True for the mask "key position <= query position" ([q_len, kv_len], both counted from 0), or with `negated` for
     its negation, in any spelling by comparisons of two iotas."""
     while calls(mask, *_CONJUNCTIONS):
-        left, right = mask.args[:2]
+        left, right = operands(mask, *_CONJUNCTIONS) or (None, None)
         if constant(left) == 1.0:
             left, right = right, left
         if constant(right) != 1.0 or not isinstance(left, Node):
             return False
         mask = _unpadded_mask(left)
-    for operator, sign, strict in _COMPARISONS:
-        if calls(mask, getattr(operator, "Scalar", None)):
-            bound = number(mask.args[1])
-            difference = _difference(mask.args[0])
-        elif calls(mask, getattr(operator, "Tensor", None)):
+        if not same_shape(value(mask).shape[-2:], lengths):
+            return False  # one row or column, which the other operand spreads over all
+    for comparison, sign, strict in _COMPARISONS:
+        if (both := operands(mask, comparison.Scalar)) is not None:
+            bound = number(both[1])
+            difference = _difference(both[0])
+        elif (both := operands(mask, comparison.Tensor)) is not None:
             bound = 0.0
-            difference = (_position(mask.args[0]), _position(mask.args[1]))
+            difference = (_position(both[0]), _position(both[1]))
         else:
             continue
         if bound is None or None in difference:
@@ -200,9 +217,8 @@ _COMPARISONS = (
 
 def _difference(node: object) -> tuple[str | None, str | None]:
     """Which positions are subtracted: ("key", "query") for key position minus query position."""
-    if isinstance(node, Node) and calls(node, aten.sub.Tensor) and argument(node, 2, "alpha", 1) == 1:
-        return _position(node.args[0]), _position(node.args[1])
-    return None, None
+    both = operands(node, aten.sub.Tensor)
+    return (None, None) if both is None else (_position(both[0]), _position(both[1]))
 
 
 def _position(node: object) -> str | None:
@@ -211,18 +227,13 @@ def _position(node: object) -> str | None:
         return None
     shape = value(node).shape
     source = node
-    while is_view(source) or calls(source, aten.expand.default) or _adds_zero(source):
-        if calls(source, aten.permute.default, aten.transpose.int, aten.t.default):
-            return None
+    while keeps_order(source) or calls(source, aten.expand.default) or _adds_zero(source):
         source = source.all_input_nodes[0]
-    if calls(source, prims.iota.default):
-        from_zero = source.kwargs.get("start") == 0 and source.kwargs.get("step") == 1
-    elif calls(source, aten.arange.default):
-        from_zero = True
-    elif calls(source, aten.arange.start, aten.arange.start_step):
-        from_zero = argument(source, 0, "start") == 0 and argument(source, 2, "step", 1) == 1
-    else:
+    if not calls(source, prims.iota.default, aten.arange.default, aten.arange.start, aten.arange.start_step):
         return None
+    options = source.target._schema.arguments  # type: ignore[union-attr]
+    given = {a.name: argument(source, i, a.name, a.default_value) for i, a in enumerate(options)}
+    from_zero = given.get("start", 0) == 0 and given.get("step", 1) == 1
     if not from_zero or not is_tensor(source) or value(source).ndim != 1:
         return None
     if any(value(n).dtype not in (torch.int32, torch.int64) for n in (node, source)):
@@ -236,4 +247,5 @@ def _position(node: object) -> str | None:
 
 
 def _adds_zero(node: Node) -> bool:
-    return calls(node, aten.add.Tensor) and number(node.args[1]) == 0.0
+    both = operands(node, aten.add.Tensor)
+    return both is not None and number(both[1]) == 0.0

@@ -6,25 +6,40 @@ softmax (safe or not) <- masks, then the scale <- first product <- scales, casts
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
 
-from fusion_passes.graph import argument, aten, calls, is_noop, is_tensor, is_view, same_shape, value
+from fusion_passes.graph import (
+    argument,
+    aten,
+    calls,
+    is_noop,
+    is_tensor,
+    is_view,
+    keeps_order,
+    same_shape,
+    value,
+    view_source,
+)
 from fusion_passes.idioms.attention import Attention
-from fusion_passes.idioms.attention_mask import NEGATIONS, Mask, where_parts
+from fusion_passes.idioms.attention_mask import Mask, inverted, where_parts
 from fusion_passes.idioms.kv_heads import repeated_from, unexpand
 from fusion_passes.idioms.reading import (
     DIVISIONS,
     MULTIPLICATIONS,
     Unread,
+    arguments,
     constant,
     is_4d,
     is_cast,
     is_exact_cast,
     is_high_precision,
     op_name,
+    operands,
+    reduced_along_last,
     schema_name,
     shape_of,
     show,
@@ -70,17 +85,12 @@ class _Math:
         """The scores of which `node` is the softmax; None where it is none."""
         node = self.up(node)
         judged: Node | None = None  # the scores that decide which rows are empty
-        if (parts := where_parts(node)) is not None and (safe := self._safe(*parts)) is not None:
+        if (safe := self._safe(node)) is not None:
             self.nodes.add(node)
             inner, judged = safe
             node = self.up(inner)
-        if calls(node, aten._softmax.default, aten._safe_softmax.default):
-            scores = tensor_node(node.args[0])
-            self._last_dim(node, argument(node, 1, "dim"))
-            self.nodes.add(node)
-        else:
-            scores = self._quotient(node)
-        if scores is not None and judged is not None and self.up(judged) is not self.up(scores):
+        scores = self._softmax_op(node) or self._quotient(node)
+        if scores is not None and judged is not None and self._exactly(judged) is not self._exactly(scores):
             raise Unread(node, "looks like attention, but rows are emptied by something other than the scores")
         if scores is None and _has_softmax_above(node):
             what = "a view that is not read" if is_view(node) else op_name(node)
@@ -88,43 +98,59 @@ class _Math:
             raise Unread(node, f"looks like attention, but the softmax passes through {what} ({node.name})")
         return scores
 
-    def _safe(self, condition: Node, yes: object, no: object) -> tuple[Node, Node] | None:
-        """(softmax, scores) of `where(no score in the row is above -inf, 0, softmax)`."""
-        if constant(yes) != 0.0 or not isinstance(no, Node):
+    def _softmax_op(self, node: Node) -> Node | None:
+        """The scores of a softmax in one op; None for anything else."""
+        said = arguments(node, "self", "dim", "half_to_float") if calls(node, aten._softmax.default) else None
+        if calls(node, aten._safe_softmax.default):
+            said = arguments(node, "self", "dim", "dtype")
+        scores = None if said is None else tensor_node(said[0])
+        if said is None or scores is None or not is_high_precision(node):
             return None
-        passed: set[Node] = set()
-        chain = condition
-        steps = (
-            ({aten.all.dim},) if calls(chain, aten.all.dim) else (NEGATIONS, {aten.any.dim, aten.any.dims}, NEGATIONS)
-        )
-        for targets in (*steps, {aten.eq.Scalar, aten.eq.Tensor}):
-            source = tensor_node(chain.args[0]) if calls(chain, *targets) else None
-            if source is None:
-                return None
-            if calls(chain, aten.eq.Scalar, aten.eq.Tensor) and constant(chain.args[1]) != -math.inf:
-                return None
-            passed.add(chain)
-            chain = source
+        self._last_dim(node, scores, said[1])
+        self.nodes.add(node)
+        return scores
+
+    def _exactly(self, node: Node) -> Node:
+        """Up through views that leave the matrices as they are, and casts that lose nothing."""
+        while _keeps_matrices(node) or is_exact_cast(node):
+            self.nodes.add(node)
+            node = node.all_input_nodes[0]
+        return node
+
+    def _safe(self, node: Node) -> tuple[Node, Node] | None:
+        """(softmax, scores) of `where(no score in the row is above -inf, 0, softmax)`."""
+        parts = where_parts(node)
+        if parts is None or constant(parts[1]) != 0.0 or not (softmax := tensor_node(parts[2])):
+            return None
+        shape, passed = value(softmax).shape, set[Node]()
+        scores = _judged_rows(parts[0], passed)
+        if scores is None or not same_shape(value(node).shape, shape):
+            return None
+        # The n-th row judged is the n-th one emptied.
+        if not same_shape(value(parts[0]).shape, [*shape[:-1], 1]) or not same_shape(shape, value(scores).shape):
+            raise Unread(node, f"looks like attention, but {node.name} empties other rows than those that it judges")
         self.nodes |= passed
-        return no, chain
+        return softmax, scores
 
     def _quotient(self, node: Node) -> Node | None:
         """The scores s of `exp(s - amax(s)) / sum(exp(s - amax(s)))`."""
-        if not calls(node, aten.div.Tensor):
-            return None
-        exponential, total = (tensor_node(arg) for arg in node.args[:2])
+        exponential, total = map(tensor_node, operands(node, aten.div.Tensor) or (None, None))
         if exponential is None or total is None or not calls(exponential, aten.exp.default):
             return None
-        shifted = self._shifted(tensor_node(exponential.args[0]))
+        exponent = tensor_node(exponential.args[0])
+        shifted = self._shifted(exponent)
         if shifted is None:
             return None
-        if not (calls(total, aten.sum.dim_IntList) and total.args[0] is exponential):
+        if (said := arguments(total, "self", "dim", "keepdim", "dtype")) and said[0] is exponential:
+            if not calls(total, aten.sum.dim_IntList) or not is_high_precision(total):
+                return None
+            self._last_dim(total, exponential, said[1])
+        else:
             pair = _one_pass_softmax(total, 1)
-            if pair is None or pair is not _one_pass_softmax(tensor_node(shifted.args[1]), 0):
+            # Its sum is of the exponentials of what it takes the maximum of: a scale behind that is not in it.
+            if pair is None or exponent is not shifted or pair is not _one_pass_softmax(shifted.args[1], 0):
                 return None
             self.nodes.add(pair)
-        else:
-            self._last_dim(total, argument(total, 1, "dim"))
         self.nodes |= {node, exponential, total}
         return tensor_node(shifted.args[0])
 
@@ -147,6 +173,8 @@ class _Math:
             (t, in_t), (s, in_s) = (_without_scale(tensor_node(x.args[0])) for x in (inner, outer))
             if t is not s or not math.isclose(in_t * after[1], in_s, rel_tol=1e-3):
                 return None
+            if not same_shape(value(node).shape, value(outer).shape):
+                return None
             self.nodes |= {node, scaled, inner, *_between(condition, s), *_between(inner, s), *_between(outer, s)}
             return outer
         if (after := _scaled(node)) is not None and (inner := self._minus_max(after[0])) is not None:
@@ -158,23 +186,21 @@ class _Math:
 
     def _minus_max(self, node: Node) -> Node | None:
         """`node` where it is `s - amax(s)` over the last dimension."""
-        if not calls(node, aten.sub.Tensor):
-            return None
-        scores, largest = (tensor_node(arg) for arg in node.args[:2])
+        scores, largest = map(tensor_node, operands(node, aten.sub.Tensor) or (None, None))
         if scores is None or largest is None:
             return None
         if (pair := _one_pass_softmax(largest, 0)) is not None and pair.args[0] is scores:
-            self._last_dim(pair, argument(pair, 1, "dim"))
-        elif calls(largest, aten.amax.default) and largest.args[0] is scores:
-            self._last_dim(largest, argument(largest, 1, "dim"))
+            self._last_dim(pair, scores, argument(pair, 1, "dim"))
+        elif calls(largest, aten.amax.default) and largest.all_input_nodes[0] is scores:
+            self._last_dim(largest, scores, argument(largest, 1, "dim"))
         else:
             return None
         self.nodes |= {node, largest}
         return node
 
-    def _last_dim(self, node: Node, dim: object) -> None:
+    def _last_dim(self, node: Node, scores: Node, dim: object) -> None:
         dims = list(dim) if isinstance(dim, (list, tuple)) else [dim]
-        rank = value(node.all_input_nodes[0]).ndim
+        rank = value(scores).ndim
         if dims not in ([-1], [rank - 1]):
             raise Unread(node, f"looks like attention, but the softmax is over dimension {dim}, not over the keys")
         if is_tensor(node) and value(node).ndim != rank:
@@ -188,8 +214,8 @@ class _Math:
             if calls(node, aten.bmm.default):
                 self.score_product = node
                 return
-            if calls(node, aten.add.Tensor) and argument(node, 2, "alpha", 1) == 1:
-                node = self._added(node)
+            if (added := operands(node, aten.add.Tensor)) is not None:
+                node = self._added(node, *added)
             elif (parts := where_parts(node)) is not None:
                 node = self._filled(node, *parts)
             elif (scaled := _scaled(node)) is not None:
@@ -199,9 +225,8 @@ class _Math:
             else:
                 raise Unread(node, f"looks like attention, but the scores pass through {op_name(node)} ({node.name})")
 
-    def _added(self, node: Node) -> Node:
+    def _added(self, node: Node, left: object, right: object) -> Node:
         """`scores + mask`: the scores."""
-        left, right = node.args[:2]
         on_left, on_right = _leads_to_product(left), _leads_to_product(right)
         scores, mask = (left, right) if on_left else (right, left)
         if on_left == on_right or not isinstance(scores, Node):
@@ -343,6 +368,30 @@ class _Math:
             raise Unread(self.product, f"looks like attention of {shape_of(q)}, {shape_of(k)} and {shape_of(v)}")
 
 
+def _judged_rows(node: Node, passed: set[Node]) -> Node | None:
+    """The scores of which `node` says in order, for each row, whether all are -inf; None for anything else.
+    passed: what leads to them is added."""
+
+    def up(node: Node) -> Node:
+        while keeps_order(node):
+            passed.add(node)
+            node = node.all_input_nodes[0]
+        passed.add(node)
+        return node
+
+    node = up(node)
+    compared = reduced_along_last(node, aten.all.dim)
+    if compared is None and (some := inverted(node)) is not None:
+        finite = reduced_along_last(up(some), aten.any.dim, aten.any.dims)
+        compared = None if finite is None else inverted(up(finite))
+    both = operands(compared, aten.eq.Scalar, aten.eq.Tensor)
+    scores = None if both is None or constant(both[1]) != -math.inf else tensor_node(both[0])
+    if compared is None or scores is None or not same_shape(value(scores).shape, value(compared).shape):
+        return None
+    passed.add(compared)
+    return scores
+
+
 def _widened(node: Node) -> Node | None:
     """What `node` is an exact cast of, or None."""
     return node.all_input_nodes[0] if is_exact_cast(node) and not is_noop(node) else None
@@ -350,9 +399,10 @@ def _widened(node: Node) -> Node | None:
 
 def _scaled(node: Node) -> tuple[Node, float] | None:
     """(operand, factor) of a multiplication or division by a constant."""
-    if not calls(node, *MULTIPLICATIONS, *DIVISIONS):
+    both = operands(node, *MULTIPLICATIONS, *DIVISIONS)
+    if both is None:
         return None
-    left, right = node.args[:2]
+    left, right = both
     factor = constant(right)
     if factor is None and calls(node, *MULTIPLICATIONS):
         left, factor = right, constant(left)
@@ -377,26 +427,16 @@ def _swaps_last(node: Node) -> bool:
 
 def _keeps_matrices(node: Node) -> bool:
     """True for a view that leaves the last two dimensions as they are, and the order of the rest."""
-    if calls(node, aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default) or is_noop(
-        node
-    ):
-        return True
-    views = (
-        aten.reshape.default,
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-    )
-    if not (calls(node, *views) and is_tensor(node)):
+    if not keeps_order(node):
         return False
-    before = value(node.all_input_nodes[0]).shape
-    return same_shape(before[-2:], value(node).shape[-2:])
+    source = view_source(node)
+    # Of a split, whose one part the next node is, this says nothing: that node does.
+    return source is None or not is_tensor(node) or same_shape(value(source).shape[-2:], value(node).shape[-2:])
 
 
-def _one_pass_softmax(node: Node | None, output: int) -> Node | None:
+def _one_pass_softmax(node: object, output: int) -> Node | None:
     """Inductor's op for the maximum (output 0) and the sum (output 1) of a softmax in one pass, on CUDA."""
-    if node is None or getattr(node.target, "__name__", "") != "getitem" or node.args[1] != output:
+    if not isinstance(node, Node) or node.target is not operator.getitem or node.args[1] != output:
         return None
     pair = node.args[0]
     return pair if isinstance(pair, Node) and schema_name(pair).endswith("::prepare_softmax_online") else None

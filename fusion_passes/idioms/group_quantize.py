@@ -19,38 +19,31 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fusion_passes import quant
-from fusion_passes.graph import RESHAPES, argument, aten, calls, is_noop, is_tensor, same_shape, value
+from fusion_passes.graph import aten, calls, is_noop, is_tensor, is_view, keeps_order, same_shape, value
 from fusion_passes.idioms import Idiom, NearMiss
+from fusion_passes.idioms.quantize import clamped, clamped_before
 from fusion_passes.idioms.reading import (
     CASTS,
     DIVISIONS,
     MULTIPLICATIONS,
     Unread,
+    arguments,
     constant,
     is_cast,
     is_exact_cast,
     is_high_precision,
     made_by,
+    number,
     op_call,
     op_name,
+    operands,
     read_all,
+    show,
 )
 from fusion_passes.quant import FP8_DTYPES, dtype_name
 from fusion_passes.symbolic import known
 
 OPAQUE = "fusion_passes::quantize_fp8_dynamic"
-
-KEEP_ORDER = RESHAPES | {
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.alias.default,
-    aten.detach.default,
-    aten.clone.default,
-    aten.contiguous.default,
-}
-"""The views that leave element n at place n, counted row by row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +160,7 @@ class _Reading:
             clamp = _clamp(step)
             if clamp is None:
                 break
-            self.low, self.high = max(self.low, clamp.low), min(self.high, clamp.high)
+            self.low, self.high = clamped_before((self.low, self.high), clamp.low, clamp.high)
             self.nodes.add(step)
             step = clamp.operand
         found = self._divided(step)
@@ -211,18 +204,19 @@ class _Reading:
     def _through(self, node: Node) -> tuple[Node, tuple[Node, ...]]:
         """Up past views that keep the order and casts that lose nothing, which belong to the quantisation."""
         views: list[Node] = []
-        while calls(node, *KEEP_ORDER) or is_noop(node) or is_exact_cast(node):
+        while keeps_order(node) or is_exact_cast(node):
             self.nodes.add(node)
-            if calls(node, *KEEP_ORDER):
+            if keeps_order(node) and not is_noop(node):
                 views.insert(0, node)
             node = node.all_input_nodes[0]
         return node, tuple(views)
 
     def _divided(self, node: Node) -> tuple[Node, Node] | None:
         """(tensor, magnitudes that its scales come from) of a division by scales; None where it is none."""
-        if not calls(node, *DIVISIONS, *MULTIPLICATIONS):
+        both = operands(node, *DIVISIONS, *MULTIPLICATIONS)
+        if both is None:
             return None
-        left, right = node.args[:2]
+        left, right = both
         pairs = [(left, right)] if calls(node, *DIVISIONS) else [(left, right), (right, left)]
         for x, scale in pairs:
             if isinstance(x, Node) and is_tensor(x) and isinstance(scale, Node) and is_tensor(scale):
@@ -246,7 +240,7 @@ class _Reading:
             widths.append(shape[-1])
         while (largest := _largest(node)) is None:
             self.nodes.add(node)
-            if calls(node, aten.expand.default) and not is_noop(node):
+            if calls(node, aten.expand.default) and not is_view(node):
                 before, after = value(node.all_input_nodes[0]).shape, value(node).shape
                 if not (len(before) == len(after) and same_shape(before[:-1], after[:-1]) and known(before[-1] == 1)):
                     return None
@@ -276,7 +270,7 @@ class _Reading:
         """Read the steps from the maximum to the scales, in graph order."""
         derived = _Derived()
         self.chain = [(maximum, derived)]
-        for node in steps:
+        for node in filter(is_tensor, steps):
             after = self._after(node, derived, value(maximum).dtype)
             if after is None:
                 self.fail(
@@ -325,11 +319,13 @@ class _Reading:
     def _scales(self, scale: _Derived) -> Node | None:
         """The node that holds the scales: one on the way to the division that is read elsewhere, or one that is made of
         such, or, where nothing reads them, any on the way; None where there is none."""
-        on_the_way = [node for node, derived in self.chain if derived.is_like(scale)]
+        count = value(self.chain[0][0]).numel()
+        chain = [(node, derived) for node, derived in self.chain if known(value(node).numel() == count)]  # not spread
+        on_the_way = [node for node, derived in chain if derived.is_like(scale)]
         read = [node for node in on_the_way if not self.nodes.issuperset(node.users)]
-        if read or not any(not self.nodes.issuperset(node.users) for node, _ in self.chain):
+        if read or not any(not self.nodes.issuperset(node.users) for node, _ in chain):
             return next(iter(read or on_the_way), None)
-        for node, derived in self.chain:
+        for node, derived in chain:
             if (path := self._aside(node, derived, scale)) is not None:
                 self.nodes.update(path)
                 return path[-1]
@@ -338,7 +334,7 @@ class _Reading:
     def _aside(self, node: Node, derived: _Derived, scale: _Derived) -> list[Node] | None:
         """The steps from a node on the way to the division to one beside the way that is the scale."""
         for user in node.users:
-            if user in self.nodes or _operand(user) is not node:
+            if user in self.nodes or not is_tensor(user) or _operand(user) is not node:
                 continue
             after = None if _clamp(user) is not None else self._after(user, derived, value(node).dtype)
             if after is None:
@@ -352,13 +348,13 @@ class _Reading:
 
 def _largest(node: Node) -> tuple[Node, list[int]] | None:
     """(tensor, dimensions) where the node is a maximum over dimensions."""
-    if calls(node, aten.amax.default):
-        dims = argument(node, 1, "dim", [])
-        return node.all_input_nodes[0], [int(d) for d in dims] if isinstance(dims, (list, tuple)) else []
+    # Whether the dimension is kept shows in the shape, which the way on is judged by.
+    if (said := arguments(node, "self", "dim", "keepdim")) is not None and calls(node, aten.amax.default):
+        return said[0], [int(d) for d in said[1]]
     call = made_by(node)
     if node is not call and calls(call, aten.max.dim) and node.args[1] == 0:
-        dim = argument(call, 1, "dim")
-        return call.all_input_nodes[0], [dim] if isinstance(dim, int) else []
+        said = arguments(call, "self", "dim", "keepdim")
+        return None if said is None else (said[0], [said[1]])
     return None
 
 
@@ -366,9 +362,9 @@ def _operand(node: Node) -> Node | None:
     """What a step between the maximum and the scales is a step from; None for what is none."""
     if (clamp := _clamp(node)) is not None:
         return clamp.operand
-    if not is_tensor(node) or len(node.all_input_nodes) == 0:
+    if len(node.all_input_nodes) == 0 or not (is_tensor(node) or keeps_order(node)):
         return None
-    step = calls(node, *KEEP_ORDER, aten.reciprocal.default) or is_noop(node) or is_cast(node)
+    step = calls(node, aten.reciprocal.default) or keeps_order(node) or is_cast(node)
     return node.all_input_nodes[0] if step or _scaled(node) is not None else None
 
 
@@ -403,36 +399,26 @@ class _Clamp(NamedTuple):
 
 def _clamp(node: Node) -> _Clamp | None:
     """What is clamped, and the bounds, where they are constants."""
-    low: object = None
-    high: object = None
-    operand: object = node.args[0] if node.args else None
-    if calls(node, aten.clamp.default):
-        low, high = argument(node, 1, "min"), argument(node, 2, "max")
-    elif calls(node, aten.clamp_min.default):
-        low = argument(node, 1, "min")
-    elif calls(node, aten.clamp_max.default):
-        high = argument(node, 1, "max")
-    elif calls(node, aten.maximum.default, aten.minimum.default):
-        left, right = node.args
-        operand, bound = (right, left) if constant(left) is not None else (left, right)
-        low, high = (bound, None) if calls(node, aten.maximum.default) else (None, bound)
-        if not (
-            isinstance(operand, Node) and is_tensor(operand) and same_shape(value(operand).shape, value(node).shape)
-        ):
-            return None
+    found = clamped(node)
+    if found is None:
+        return None
+    operand, low, high = found
     bounds = (-math.inf if low is None else constant(low), math.inf if high is None else constant(high))
-    if (low is None and high is None) or bounds[0] is None or bounds[1] is None or not isinstance(operand, Node):
+    if (low is None and high is None) or bounds[0] is None or bounds[1] is None:
+        return None
+    if not same_shape(value(operand).shape, value(node).shape):
         return None
     return _Clamp(operand, bounds[0], bounds[1])
 
 
 def _scaled(node: Node) -> tuple[float, bool] | None:
     """(f, whether it divides) where the node is its one operand times or over f > 0."""
-    if not calls(node, *DIVISIONS, *MULTIPLICATIONS) or len(node.all_input_nodes) != 1:
+    both = operands(node, *DIVISIONS, *MULTIPLICATIONS)
+    if both is None or len(node.all_input_nodes) != 1:
         return None
-    left, right = node.args[:2]
-    number = constant(left) if calls(node, *MULTIPLICATIONS) and isinstance(right, Node) else constant(right)
-    return None if number is None or not 0.0 < number < math.inf else (number, calls(node, *DIVISIONS))
+    left, right = both
+    factor = constant(left) if calls(node, *MULTIPLICATIONS) and isinstance(right, Node) else constant(right)
+    return None if factor is None or not 0.0 < factor < math.inf else (factor, calls(node, *DIVISIONS))
 
 
 def _read_opaque(node: Node) -> GroupQuantize | None:
@@ -449,7 +435,10 @@ def _read_opaque(node: Node) -> GroupQuantize | None:
         return None
     if not isinstance(given["group_size"], int):
         return None
-    limit, least = quant.max_value(dtype), given["scale_lower_bound"]
+    for name in ("scale_upper_bound", "scale_lower_bound"):
+        if given[name] is not None and number(given[name]) is None:
+            raise Unread(results[0], f"{name} is {show(given[name])}, not a number")
+    limit, least = quant.max_value(dtype), number(given["scale_lower_bound"])
     return GroupQuantize(
         output=results[0],
         nodes=frozenset({node, *results.values()}),
@@ -458,8 +447,8 @@ def _read_opaque(node: Node) -> GroupQuantize | None:
         group_size=given["group_size"],
         dtype=dtype,
         clamp=(-limit, limit),
-        min_scale=_rounded(least, torch.float32) if isinstance(least, float) else quant.SMALLEST_SCALE,
-        max_scale=math.inf if not isinstance(bound, float) else bound,
+        min_scale=quant.SMALLEST_SCALE if least is None else _rounded(least, torch.float32),
+        max_scale=math.inf if number(bound) is None else number(bound) or 0.0,
         opaque=op_name(node),
     )
 

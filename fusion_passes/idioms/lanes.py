@@ -129,6 +129,8 @@ def complex_product(pairs: Sum, by: Node, inner: tuple[int, ...]) -> Sum:
     """Pairs [half, 2] times complex numbers [half], whose parts count as the columns 2 i and 2 i + 1."""
     if pairs.inner != inner or len(inner) != 2 or fixed(value(by).shape[-1]) != inner[0]:
         raise Other
+    if not value(by).is_complex():
+        raise Other  # both parts multiplied by the same number
     lanes = range(2 * inner[0])
     others = pairs.at([i ^ 1 for i in lanes], inner)
     terms = []
@@ -161,8 +163,10 @@ def split_range(split: Node, which: int, size: int) -> range | None:
         return range(which % size, which % size + 1)
     sizes = argument(split, 1, "split_sizes")
     if isinstance(sizes, int):
+        which %= -(-size // sizes)  # parts
         return range(size)[which * sizes : (which + 1) * sizes]
     if not isinstance(sizes, (list, tuple)) or not all(isinstance(x, int) for x in sizes):
         return None
+    which %= len(sizes)
     start = sum(sizes[:which])
     return range(start, start + sizes[which])

@@ -10,7 +10,11 @@ rounding depends on options that the call does not show).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,16 @@ class OpaqueOp:
     multiplies: bool = False
     keeps_nan: bool = True
     device: str | None = None
+
+    def unread(self, arguments: Mapping[str, object], defaults: Mapping[str, object]) -> str:
+        """What a call says beyond the formula, as `name=value`: an argument of another name that is not left at its
+        default, and no dtype, which the result tells; "" where there is none."""
+        known = (self.input, self.scale, self.result)
+        others = {name: said for name, said in arguments.items() if name not in known}
+        for name, said in others.items():
+            if not isinstance(said, torch.dtype) and (isinstance(said, Node) or said != defaults.get(name)):
+                return f"{name}={said}"
+        return ""
 
 
 OPAQUE: dict[str, OpaqueOp] = {

@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fusion_passes.graph import VIEWS, argument, aten, calls, is_tensor, is_view, same_shape, through_views, value
+from fusion_passes.graph import (
+    argument,
+    aten,
+    calls,
+    is_noop,
+    is_tensor,
+    is_view,
+    same_shape,
+    through_views,
+    value,
+    view_source,
+)
 from fusion_passes.idioms import Idiom, NearMiss
 from fusion_passes.idioms.opaque import OPAQUE, OpaqueOp
 from fusion_passes.idioms.reading import (
@@ -23,6 +34,7 @@ from fusion_passes.idioms.reading import (
     MULTIPLICATIONS,
     OpCall,
     Unread,
+    arguments,
     constant,
     depends_on,
     has_one_element,
@@ -32,6 +44,7 @@ from fusion_passes.idioms.reading import (
     is_high_precision,
     number,
     op_call,
+    operands,
     read_all,
     shape_of,
     show,
@@ -164,57 +177,38 @@ class _Chain:
     def _take(self, step: Node, passed: tuple[Node, ...]) -> None:
         """`step` and the views behind it belong to the chain."""
         self.nodes |= {step, *passed}
-        self.views[:0] = [node for node in passed if calls(node, *VIEWS)]
+        self.views[:0] = [node for node in passed if not is_noop(node)]
 
     def _clamp_or_round(self, node: Node) -> Node | None:
         """The operand of a clamp or of a rounding to whole numbers, which is recorded; None for anything else."""
         if calls(node, aten.round.default):
             self.rounding = "integer"
             return tensor_node(argument(node, 0, "self"))
-        if calls(node, aten.clamp.default, aten.clamp.Tensor, aten.hardtanh.default):
-            names = ("min_val", "max_val") if calls(node, aten.hardtanh.default) else ("min", "max")
-            default = (-1.0, 1.0) if calls(node, aten.hardtanh.default) else (None, None)
-            bounds = [argument(node, i, name, default[i - 1]) for i, name in enumerate(names, 1)]
-            low, high = bounds
-            self._bound(node, low=low, high=high)
-            return tensor_node(argument(node, 0, "self"))
-        if calls(node, aten.clamp_min.default, aten.clamp_min.Tensor):
-            self._bound(node, low=argument(node, 1, "min"))
-            return tensor_node(argument(node, 0, "self"))
-        if calls(node, aten.clamp_max.default, aten.clamp_max.Tensor):
-            self._bound(node, high=argument(node, 1, "max"))
-            return tensor_node(argument(node, 0, "self"))
-        if calls(node, aten.minimum.default, aten.maximum.default):
-            left, right = argument(node, 0, "self"), argument(node, 1, "other")
-            if constant(left) is not None:
-                left, right = right, left
-            if constant(right) is None:
-                return None  # of two tensors: no clamp
-            if calls(node, aten.minimum.default):
-                self._bound(node, high=right)
-            else:
-                self._bound(node, low=right)
-            return tensor_node(left)
-        return None
+        found = clamped(node)
+        if found is None:
+            return None
+        operand, low, high = found
+        if not same_shape(value(operand).shape, value(node).shape):
+            raise Unread(node, f"a bound broadcasts the tensor from {shape_of(operand)} to {shape_of(node)}")
+        limits = [self._limit(node, low, -math.inf), self._limit(node, high, math.inf)]
+        self.low, self.high = clamped_before((self.low, self.high), *limits)
+        return operand
 
-    def _bound(self, node: Node, low: object = None, high: object = None) -> None:
-        """Narrow the range.  The walk goes up, so the bounds read so far are applied after this one."""
-        for bound, is_low in ((low, True), (high, False)):
-            if bound is None:
-                continue
-            limit = constant(bound)
-            if limit is None or math.isnan(limit):
-                raise Unread(node, f"clamps to {show(bound)}, which is not a constant")
-            if is_low:
-                self.low = min(max(self.low, limit), self.high)
-            else:
-                self.high = max(min(self.high, limit), self.low)
+    def _limit(self, node: Node, bound: object, without: float) -> float:
+        """A bound of the clamp `node` as a number."""
+        limit = without if bound is None else constant(bound)
+        if limit is None or math.isnan(limit):
+            raise Unread(node, f"clamps to {show(bound)}, which is not a constant")
+        if self.rounding == "integer" and math.isfinite(limit) and limit != math.trunc(limit):
+            raise Unread(node, f"clamps to {limit:g}, which is no whole number, before it rounds to whole numbers")
+        return limit
 
     def _divided(self, node: Node) -> Node | None:
         """The operand of a division or multiplication by the scale, which is recorded; None for anything else."""
-        if not calls(node, *DIVISIONS, *MULTIPLICATIONS) or not is_tensor(node):
+        both = operands(node, *DIVISIONS, *MULTIPLICATIONS)
+        if both is None or not is_tensor(node):
             return None
-        left, right = node.args[:2]
+        left, right = both
         if calls(node, *MULTIPLICATIONS) and _is_scalar(left) and not _is_scalar(right):
             left, right = right, left
         if not is_high_precision(left) or not isinstance(left, Node):
@@ -269,7 +263,8 @@ class _Chain:
                 break
             self._take(step, passed)
             below = step.all_input_nodes[0]
-        if calls(step, *DIVISIONS, *MULTIPLICATIONS) and _is_scalar(step.args[1]) != _is_scalar(step.args[0]):
+        both = operands(step, *DIVISIONS, *MULTIPLICATIONS)
+        if both is not None and _is_scalar(both[0]) != _is_scalar(both[1]):
             raise Unread(step, f"scaled twice: {step.name} scales the tensor before the quantisation does")
         return below
 
@@ -297,6 +292,37 @@ class _Chain:
         if {torch.float16, torch.bfloat16} <= dtypes:
             raise Unread(self.output, "the quotient is rounded to float16 and to bfloat16")
         return min(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+def clamped_before(bounds: tuple[float, float], low: float, high: float) -> tuple[float, float]:
+    """The bounds of one clamp that does what a clamp to (low, high) and then one to `bounds` do: where a lower bound is
+    above the upper one, the upper one counts."""
+    last_low, last_high = bounds
+    low, high = (min(max(min(x, high), last_low), last_high) for x in (low, high))
+    return low, high
+
+
+def clamped(node: Node) -> tuple[Node, object, object] | None:
+    """(operand, lower bound, upper bound) of a clamp; None where it is none, or of two tensors that are no bound."""
+    low: object = None
+    high: object = None
+    if calls(node, aten.clamp.default, aten.clamp.Tensor):
+        x, low, high = arguments(node, "self", "min", "max") or (None, None, None)
+    elif calls(node, aten.hardtanh.default):
+        x, low, high = arguments(node, "self", "min_val", "max_val") or (None, None, None)
+    elif calls(node, aten.clamp_min.default, aten.clamp_min.Tensor):
+        x, low = arguments(node, "self", "min") or (None, None)
+    elif calls(node, aten.clamp_max.default, aten.clamp_max.Tensor):
+        x, high = arguments(node, "self", "max") or (None, None)
+    elif (both := operands(node, aten.minimum.default, aten.maximum.default)) is not None:
+        x, bound = both if constant(both[0]) is None else reversed(both)
+        if constant(bound) is None:
+            return None
+        low, high = (None, bound) if calls(node, aten.minimum.default) else (bound, None)
+    else:
+        return None
+    operand = tensor_node(x)
+    return None if operand is None else (operand, low, high)
 
 
 def _is_scalar(arg: object) -> bool:
@@ -338,16 +364,17 @@ def _peel(arg: object) -> tuple[Node | None, float, bool]:
 def _peel_one(node: Node) -> tuple[Node, float, bool] | None:
     """One step up: `node == times * operand ** (-1 if flips else 1)`; None where it must not be looked through."""
     if is_view(node) or calls(node, aten.expand.default):
-        source = node.all_input_nodes[0]
-        return (source, 1.0, False) if is_tensor(source) else None
+        source = view_source(node)
+        return None if source is None else (source, 1.0, False)
     if not is_tensor(node) or not value(node).dtype.is_floating_point or value(node).dtype.itemsize < 4:
         return None
     if calls(node, aten.reciprocal.default) or (calls(node, aten.pow.Tensor_Scalar) and number(node.args[1]) == -1.0):
         operand = tensor_node(node.args[0])
         return None if operand is None else (operand, 1.0, True)
-    if not calls(node, *DIVISIONS, *MULTIPLICATIONS):
+    both = operands(node, *DIVISIONS, *MULTIPLICATIONS)
+    if both is None:
         return None
-    left, right = node.args[:2]
+    left, right = both
     for tensor, other, swapped in ((left, right, False), (right, left, True)):
         by, operand = constant(other), tensor_node(tensor)
         if by is None or operand is None or by == 0.0 or not is_finite(by):
@@ -375,6 +402,8 @@ def _opaque(call: OpCall, op: OpaqueOp) -> Quantize | None:
     dtype = value(call.output).dtype
     if dtype not in FP8_DTYPES or call.written != op.result:
         return None
+    if said := op.unread(call.arguments, call.defaults):
+        raise Unread(call.output, f"{call.name.replace('::', '.')} is called with {said}, which is not read")
     found = _one_op(call, call.arguments[op.input], call.arguments[op.scale], dtype, (-_limit(dtype), _limit(dtype)))
     if op.device is not None and value(found.input).device.type != op.device:
         raise Unread(call.output, f"{found.opaque} computes something else on {value(found.input).device.type}")

@@ -6,12 +6,13 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Graph, Node
 
 from fusion_passes.graph import (
+    COPIES,
     argument,
     aten,
     calls,
@@ -60,6 +61,43 @@ def read_all(
                 yield found
 
 
+_WITHOUT_VALUE = frozenset({"memory_format", "non_blocking", "pin_memory", "implicit"})
+"""Arguments that say where a result lies or how it is copied, never what it is."""
+
+
+def arguments(node: object, *names: str) -> tuple[Any, ...] | None:
+    """The arguments of these names of a call of an op, its defaults filled in: all that a reader looks at.
+
+    None where the call says more: an argument that is not named has another value than its default, so that the op
+    computes something else than the reader thinks (`alpha` of a sum, `dtype` of a reduction); and where the node is no
+    call of an op, or its op lacks one of the names."""
+    schema = getattr(node.target, "_schema", None) if isinstance(node, Node) and node.op == "call_function" else None
+    if not isinstance(node, Node) or schema is None:
+        return None
+    given = {a.name: argument(node, i, a.name, a.default_value) for i, a in enumerate(schema.arguments)}
+    for a in schema.arguments:
+        said, unsaid = given[a.name], a.default_value
+        if a.name not in names and a.name not in _WITHOUT_VALUE and (isinstance(said, Node) or said != unsaid):
+            return None
+    return tuple(given[name] for name in names) if all(name in given for name in names) else None
+
+
+def operands(node: object, *targets: object) -> tuple[Any, Any] | None:
+    """Both operands of a call of one of these binary ops; None for anything else, and where the call says more."""
+    return arguments(node, "self", "other") if calls(node, *targets) else None
+
+
+def reduced_along_last(node: Node, *targets: object) -> Node | None:
+    """What a call of one of these reductions reduces along its last dimension alone, whether that is kept or not; None
+    for anything else."""
+    said = arguments(node, "self", "dim", "keepdim") if calls(node, *targets) else None
+    source = tensor_node(said[0]) if said is not None else None
+    if said is None or source is None:
+        return None
+    dims = list(said[1]) if isinstance(said[1], (list, tuple)) else [said[1]]
+    return source if value(source).ndim and dims in ([-1], [value(source).ndim - 1]) else None
+
+
 def number(arg: object) -> float | None:
     """A Python number in the graph (no symbolic one, no bool), or None."""
     return float(arg) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else None
@@ -67,32 +105,41 @@ def number(arg: object) -> float | None:
 
 def constant(arg: object) -> float | None:
     """The number that every element of `arg` is: a Python number, or a tensor filled with one; None if unknown."""
-    while isinstance(arg, Node):
-        if calls(arg, aten.full.default):
-            filled = argument(arg, 1, "fill_value")
-        elif calls(arg, aten.scalar_tensor.default):
-            filled = argument(arg, 0, "s")
-        elif (is_view(arg) or calls(arg, aten.expand.default, *CASTS)) and arg.all_input_nodes:
-            arg = arg.all_input_nodes[0]
-            continue
-        else:
-            return None
-        if isinstance(filled, bool):
-            return float(filled)
-        known_value = number(filled)
-        if known_value is None or not is_tensor(arg):
-            return known_value
-        dtype = value(arg).dtype
-        return float(torch.tensor(known_value, dtype=dtype)) if dtype.is_floating_point else known_value
-    return number(arg)
+    if not isinstance(arg, Node):
+        return number(arg)
+    if calls(arg, aten.full.default, aten.scalar_tensor.default):
+        name = "fill_value" if calls(arg, aten.full.default) else "s"
+        said = arguments(arg, name, *_FACTORY, *(("size",) if name == "fill_value" else ()))
+        held = None if said is None else float(said[0]) if isinstance(said[0], bool) else number(said[0])
+    elif (is_view(arg) or calls(arg, aten.expand.default, *CASTS)) and arg.all_input_nodes:
+        held = constant(arg.all_input_nodes[0])
+    else:
+        return None
+    return held if held is None or not is_tensor(arg) else _held_as(held, value(arg).dtype)
+
+
+_FACTORY = ("dtype", "layout", "device")
+"""What the tensor that an op makes tells, see its meta value."""
+
+
+def _held_as(held: float, dtype: torch.dtype) -> float | None:
+    """A number as a tensor of this dtype holds it; None where that is not defined."""
+    if dtype.is_floating_point or dtype is torch.bool:
+        return float(torch.tensor(held, dtype=torch.float64, device="cpu").to(dtype))
+    if dtype.is_complex or not math.isfinite(held):
+        return None
+    fits = torch.iinfo(dtype).min <= math.trunc(held) <= torch.iinfo(dtype).max
+    return float(math.trunc(held)) if fits else None
 
 
 def is_cast(node: object) -> bool:
-    """True for a cast between floating-point dtypes."""
+    """True for a cast between floating-point dtypes, on one device."""
     if not (isinstance(node, Node) and calls(node, *CASTS) and node.all_input_nodes and is_tensor(node)):
         return False
     source = node.all_input_nodes[0]
-    return is_tensor(source) and value(source).dtype.is_floating_point and value(node).dtype.is_floating_point
+    if not is_tensor(source) or value(source).device != value(node).device:
+        return False
+    return value(source).dtype.is_floating_point and value(node).dtype.is_floating_point
 
 
 def is_exact_cast(node: object) -> bool:
@@ -180,6 +227,13 @@ class OpCall:
     written: str = ""
     whole: bool = True
 
+    @property
+    def defaults(self) -> Mapping[str, object]:
+        """Of the arguments that have one."""
+        call = made_by(self.output)
+        schema = getattr(call.target, "_schema", None) or call.args[0]._schema  # type: ignore[union-attr]
+        return {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+
 
 def op_call(node: Node, among: Collection[str]) -> OpCall | None:
     """The call, of one of the ops named, whose result `node` holds; None for anything else."""
@@ -224,6 +278,12 @@ def tensor_node(arg: object) -> Node | None:
     return arg if isinstance(arg, Node) and is_tensor(arg) else None
 
 
+def is_start(sliced: Node) -> bool:
+    """True for a slice that takes the first elements of a dimension, one after the other."""
+    said = arguments(sliced, "self", "dim", "start", "end", "step") if calls(sliced, aten.slice.Tensor) else None
+    return said is not None and said[2] in (0, None) and said[4] == 1
+
+
 def is_4d(arg: object) -> bool:
     """True for a node that produces a tensor of four dimensions."""
     return isinstance(arg, Node) and is_tensor(arg) and value(arg).ndim == 4
@@ -231,10 +291,7 @@ def is_4d(arg: object) -> bool:
 
 def without_copies(node: Node) -> Node:
     """Up through what changes neither elements nor shape."""
-    while (
-        calls(node, aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default)
-        or is_noop(node)
-    ) and node.all_input_nodes:
+    while (calls(node, *COPIES, aten.alias.default, aten.detach.default) or is_noop(node)) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fusion_passes import reference
-from fusion_passes.graph import RESHAPES, argument, aten, calls, is_tensor, same_shape, value
+from fusion_passes.graph import RESHAPES, SPLITS, argument, aten, calls, is_tensor, same_shape, value
 from fusion_passes.idioms import Idiom, NearMiss
 from fusion_passes.idioms.lanes import (
     Other,
@@ -36,6 +36,7 @@ from fusion_passes.idioms.reading import (
     is_exact_cast,
     is_high_precision,
     number,
+    operands,
     read_all,
 )
 from fusion_passes.symbolic import fixed, known
@@ -49,7 +50,6 @@ MAX_PAIRS = 256
 
 _RESHAPES = (*RESHAPES, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 _COPIES = (aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default)
-SPLITS = (aten.split_with_sizes.default, aten.split.Tensor, aten.unbind.int)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +170,7 @@ def _may_be(node: Node) -> bool:
     if not is_high_precision(node) or value(node).ndim < 3:
         return False
     if calls(node, aten.add.Tensor):
-        return all(calls(_below_casts(x), aten.mul.Tensor) for x in node.args[:2])
+        return all(calls(_below_casts(x), aten.mul.Tensor) for x in operands(node, aten.add.Tensor) or (None,))
     if not calls(node, aten.cat.default, *RESHAPES):
         return False
     parts = node.all_input_nodes
@@ -246,8 +246,8 @@ class _Reading:
             return (node.all_input_nodes[0],)
         if not self._is_of_tokens_and_heads(node):
             return ()
-        if calls(node, aten.add.Tensor, aten.sub.Tensor, *MULTIPLICATIONS):
-            return tuple(x for x in node.args[:2] if isinstance(x, Node) and is_tensor(x))
+        if (both := operands(node, aten.add.Tensor, aten.sub.Tensor, *MULTIPLICATIONS)) is not None:
+            return tuple(x for x in both if isinstance(x, Node) and is_tensor(x))
         if calls(node, aten.cat.default) and self._inner_dim(node, 1) is not None:
             return tuple(node.all_input_nodes)
         if (source := self._inner_view(node)) is not None:
@@ -366,16 +366,16 @@ class _Reading:
             return read(node.all_input_nodes[0]).times(-1.0)
         if not self._is_of_tokens_and_heads(node):
             return None  # a table, however it was computed
-        if calls(node, *MULTIPLICATIONS):
-            left, right = node.args[:2]
+        if (both := operands(node, *MULTIPLICATIONS)) is not None:
+            left, right = both
             if number(left) is not None:
                 left, right = right, left
             if isinstance(left, Node) and (factor := number(right)) is not None:
                 return read(left).times(factor)
             if isinstance(left, Node) and isinstance(right, Node):
                 return product(operand(left), operand(right), self._inner(node))
-        if calls(node, aten.add.Tensor, aten.sub.Tensor) and argument(node, 2, "alpha", 1) == 1:
-            left, right = node.args[:2]
+        if (both := operands(node, aten.add.Tensor, aten.sub.Tensor)) is not None:
+            left, right = both
             if isinstance(left, Node) and isinstance(right, Node):
                 inner = self._inner(node)
                 second = operand(right) if calls(node, aten.add.Tensor) else operand(right).times(-1.0)
@@ -502,8 +502,8 @@ def _are_pairs(partners: list[list[int]]) -> bool:
 def _turned_pairs(node: Node) -> tuple[Node, Node, Node] | None:
     """(product, pairs, factors) where `node` is `view_as_real(view_as_complex(pairs) * factors)`."""
     product = node.args[0] if calls(node, aten.view_as_real.default) else None
-    if isinstance(product, Node) and calls(product, aten.mul.Tensor):
-        for pairs, by in (product.args[:2], product.args[1::-1]):
+    if (both := operands(product, aten.mul.Tensor)) is not None and isinstance(product, Node):
+        for pairs, by in (both, both[::-1]):
             if calls(pairs, aten.view_as_complex.default) and isinstance(pairs, Node) and isinstance(by, Node):
                 return (product, pairs, by) if is_tensor(by) and value(by).ndim <= value(product).ndim else None
     return None
