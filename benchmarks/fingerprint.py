@@ -25,8 +25,8 @@ STALE = "fusion_passes/measured/stale.json"
 KERNELS = "fusion_passes/kernels/{}.py"
 ATTENTION = ("attention_quant", "attention_quant_sm90")
 PAGED = ("paged_decode", "paged_prefill", "paged_prefill_sm90")
-CHOICE = dict.fromkeys(PAGED, ("fusion_passes/ops/paged_attention.py", "_kernels"))
-"""Kernel -> the function of its op that says which sequences it gets."""
+CHOICE = dict.fromkeys(PAGED, "fusion_passes/ops/paged_attention.py")
+"""Kernel -> the module of its op: which sequences it gets says the function there that launches kernels."""
 
 MEASURED, RESULTS = "fusion_passes/measured", "benchmarks/results"
 RECORDS: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -79,10 +79,11 @@ def fingerprint(kernel: str, read: Callable[[str], str] = read) -> str:
     for where, place in sorted(used):
         digest.update(f"{where} {_text(module(where).body[place])}\n".encode())
     if kernel in CHOICE:
-        path, function = CHOICE[kernel]
-        for statement in ast.parse(read(path)).body:
-            if function in _defines(statement):
-                digest.update(f"{path} {_text(statement)}\n".encode())
+        functions = (x for x in ast.parse(read(CHOICE[kernel])).body if isinstance(x, ast.FunctionDef))
+        launching = [_text(function.body) for function in functions if _launches(function)]
+        if not launching:
+            raise ValueError(f"no function of {CHOICE[kernel]} calls `launch` of a kernel's module")
+        digest.update("\n".join(launching).encode())
     return digest.hexdigest()[:16]
 
 
@@ -124,6 +125,13 @@ def _defines(statement: ast.stmt) -> list[str]:
     return [node.id for target in targets if target is not None for node in ast.walk(target) if type(node) is ast.Name]
 
 
+def _launches(function: ast.FunctionDef) -> bool:
+    return any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "launch"
+        for node in ast.walk(function)
+    )
+
+
 def _names(statement: ast.stmt) -> Iterator[str]:
     return (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
 
@@ -131,18 +139,21 @@ def _names(statement: ast.stmt) -> Iterator[str]:
 def _text(item: object) -> str:
     """A piece of syntax as text, without docstrings and what only some versions of Python have."""
     if isinstance(item, list):
+        item = [x for x in item if not _is_docstring(x)]
         return "[" + ",".join(_text(x) for x in item) + "]"
     if isinstance(item, ast.Constant):
         return f"{type(item.value).__name__}:{item.value!r}"
     if not isinstance(item, ast.AST):
         return repr(item)
     fields = dict(ast.iter_fields(item))
-    if isinstance(item, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(item, clean=False) is not None:
-        fields["body"] = item.body[1:]
     told = (
         f"{name}={_text(x)}" for name, x in fields.items() if x not in (None, []) and name not in ("ctx", "type_params")
     )
     return f"{type(item).__name__}({','.join(told)})"
+
+
+def _is_docstring(item: object) -> bool:
+    return isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant) and isinstance(item.value.value, str)
 
 
 @dataclass(frozen=True)
