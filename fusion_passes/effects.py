@@ -21,10 +21,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fusion_passes.graph import aten, calls, is_functionalized, is_view, mutated_nodes, storage_root
-
-META_ONLY = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default)
-"""What asks a tensor for its size, not for its elements."""
+from fusion_passes.graph import META_ONLY, aten, calls, is_functionalized, is_view, mutated_nodes, storage_root
 
 _SCATTERS = frozenset(
     {

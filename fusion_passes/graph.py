@@ -64,6 +64,8 @@ SPLITS = frozenset(
 )
 """Ops that give the parts of a tensor along one dimension, as a tuple."""
 
+META_ONLY = frozenset({aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default})
+"""Ops that ask what a tensor is like, and read none of its elements."""
 
 _OWN_LAYERS = tuple(f"{Path(__file__).parent}/{name}" for name in ("nn/", "ops/", "quant.py"))
 
@@ -199,9 +201,29 @@ def following_views(node: Node) -> tuple[Node, ...]:
 
 
 def outside_users(nodes: Iterable[Node], outputs: Collection[Node]) -> list[tuple[Node, Node]]:
-    """Pairs (node, user) where a node of the set, none of `outputs`, is read by a node that is not in the set."""
+    """Pairs (node, user), in graph order, where a node of the set, none of `outputs`, is read by a node that is not in
+    the set.  Who asks for a size does not read."""
     inside = set(nodes)
-    return [(n, user) for n in inside if n not in outputs for user in n.users if user not in inside]
+    pairs = [(n, user) for n in inside if n not in outputs for user in n.users if user not in inside]
+    return sorted(pair for pair in pairs if not calls(pair[1], *META_ONLY))
+
+
+def reading(node: Node, user: Node) -> str:
+    """What a user that is not part of a fusion makes of a node, as the end of a sentence."""
+    if user.op != "output":
+        return f"is also read by {user.name} ({target_name(user)})"
+    if _is_kept_for_backward(node, user):
+        return "is kept for the backward pass (for inference, compile and call the model under torch.no_grad())"
+    return "is returned too"
+
+
+def _is_kept_for_backward(node: Node, output: Node) -> bool:
+    """True where a graph returns `node` to its backward pass alone."""
+    told, returned = output.meta.get("desc"), output.args[0]
+    if not isinstance(told, (list, tuple)) or not isinstance(returned, (list, tuple)) or len(told) != len(returned):
+        return False
+    kinds = {type(what).__name__ for what, x in zip(told, returned, strict=True) if x is node}
+    return kinds == {"SavedForBackwardsAOTOutput"}  # torch._functorch._aot_autograd.descriptors
 
 
 def storage_root(node: Node) -> Node:

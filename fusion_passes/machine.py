@@ -18,7 +18,7 @@ import torch
 
 from fusion_passes import inductor
 from fusion_passes.config import ENV_PREFIX, PassConfig
-from fusion_passes.ops.attention_quant import NEWEST, AttentionQuantArguments
+from fusion_passes.ops.attention_quant import NEWEST, OUTPUT_DTYPES, AttentionQuantArguments
 from fusion_passes.ops.kv_cache_write import KERNEL_DTYPES as WRITE_DTYPES
 from fusion_passes.ops.paged_attention import KERNEL_DTYPES as PAGED_DTYPES
 from fusion_passes.ops.paged_attention import KERNEL_HEAD_DIMS as PAGED_HEAD_DIMS
@@ -148,7 +148,7 @@ def _why_unusable(kernel: Any) -> str:
     if not torch.cuda.is_available():
         return "not usable: no NVIDIA GPU is visible"
     query = torch.empty((1, 1, 1, kernel.head_dims[0]), dtype=kernel.dtypes[0], device="cuda")
-    why = kernel.unsupported(AttentionQuantArguments(query, query, query, dtype=kernel.output_dtypes[0]))
+    why = kernel.unsupported(AttentionQuantArguments(query, query, query, dtype=OUTPUT_DTYPES[0]))
     why = why or _why_no_module(kernel.module)
     return f"not usable: {why}" if why else ""
 

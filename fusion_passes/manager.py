@@ -31,12 +31,14 @@ from fusion_passes.in_place import reads_before_writes
 from fusion_passes.report import MOVES, GraphReport, Miss, Report, RequiredFusionError, Site
 from fusion_passes.rewrite import (
     Insertion,
+    ask_inputs,
     check_order,
     check_readers,
     early_readers,
     erase_dead,
     move_behind,
     replacements,
+    sizes_of_inputs,
 )
 from fusion_passes.rule import DeclinedError, Level, Match, MatchStatus, Rule
 
@@ -158,11 +160,13 @@ class PostGradPassManager(inductor.CustomGraphPass):
                 status = MatchStatus.UNPROFITABLE
                 rule.profitability(m)
                 status = MatchStatus.ILLEGAL
+            sizes = sizes_of_inputs(m, replaced)
             new = replacements(m, rule.replacement(m, insertion.call))
             check_order(m, new, insertion, effects)
         except Exception as error:
             insertion.undo()
             return status, _sentence(error)
+        ask_inputs(sizes)
         move_behind(m, early_readers(m))
         for output, result in new.items():
             output.replace_all_uses_with(result)

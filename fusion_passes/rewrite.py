@@ -14,14 +14,20 @@ from torch.fx import Graph, Node
 
 from fusion_passes.effects import Effects, source_of
 from fusion_passes.graph import (
+    META_ONLY,
+    aten,
+    calls,
+    is_tensor,
     mutated_nodes,
     outside_users,
+    reading,
     same_layout,
     same_shape,
     target_name,
     value,
 )
 from fusion_passes.rule import DeclinedError, Match
+from fusion_passes.symbolic import known
 
 PROVENANCE = ("stack_trace", "nn_module_stack", "original_aten", "from_node", "custom", "mutation_region_id")
 """Meta entries that a new node takes over from the one it replaces."""
@@ -100,10 +106,7 @@ def _value(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 def check_readers(m: Match) -> None:
     """Decline where something that the fusion removes is read elsewhere, or outputs are needed for each other."""
     for node, user in outside_users(m.nodes, m.outputs):
-        raise DeclinedError(
-            f"{node.name} ({target_name(node)}) is also read by {user.name} ({target_name(user)}): "
-            "fusing would compute it twice"
-        )
+        raise DeclinedError(f"{node.name} ({target_name(node)}) {reading(node, user)}: fusing would compute it twice")
     for node in m.inputs:
         if node in m.outputs:
             raise DeclinedError(
@@ -200,6 +203,32 @@ def move_behind(m: Match, nodes: Iterable[Node]) -> None:
     for node in nodes:
         place.append(node)
         place = node
+
+
+def sizes_of_inputs(m: Match, replaced: Mapping[Node, Node]) -> dict[Node, tuple[Node, int]]:
+    """Who asks for a size of what the fusion removes, and an input of the match with the dimension that has this size.
+
+    Declines where none has."""
+    asking = [user for n in m.nodes if n not in m.outputs for user in n.users if calls(user, *META_ONLY)]
+    found: dict[Node, tuple[Node, int]] = {}
+    for user in sorted(set(asking) - m.nodes):
+        wanted = user.meta.get("val")
+        inputs = [x for x in (replaced.get(n, n) for n in m.inputs) if is_tensor(x) and x < user]
+        dims = [(x, dim) for x in inputs for dim, size in enumerate(value(x).shape) if known(size == wanted)]
+        if not dims:
+            (node,) = user.all_input_nodes
+            raise DeclinedError(
+                f"{user.name} ({target_name(user)}) asks for a size of {node.name}, which the fusion removes, and no "
+                "input of the fusion has that size"
+            )
+        found[user] = dims[0]
+    return found
+
+
+def ask_inputs(sizes: Mapping[Node, tuple[Node, int]]) -> None:
+    """Let the nodes ask for the sizes that `sizes_of_inputs` found."""
+    for user, size in sizes.items():
+        user.target, user.args, user.kwargs = aten.sym_size.int, size, {}
 
 
 def replacements(m: Match, results: Node | tuple[Node, ...]) -> dict[Node, Node]:

@@ -14,7 +14,7 @@ are closer to an fp32 reference.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ from fusion_passes.graph import (
     is_tensor,
     is_view,
     outside_users,
+    reading,
     target_name,
     through_views,
     value,
@@ -39,10 +40,20 @@ from fusion_passes.idioms.group_quantize import OPAQUE as DYNAMIC
 from fusion_passes.idioms.group_quantize import GroupQuantize
 from fusion_passes.idioms.paged_attention import PagedAttention
 from fusion_passes.idioms.quantize import Quantize
-from fusion_passes.idioms.reading import CASTS, DIVISIONS, MULTIPLICATIONS, is_cast, op_call, op_name
+from fusion_passes.idioms.reading import (
+    CASTS,
+    DIVISIONS,
+    MULTIPLICATIONS,
+    is_cast,
+    is_exact_cast,
+    is_high_precision,
+    op_call,
+    op_name,
+)
 from fusion_passes.measured.attention_quant import verdict as measured_verdict
 from fusion_passes.ops.attention_quant import (
     LAYOUTS,
+    MASK_DTYPES,
     OUTPUT_DTYPES,
     AttentionQuantArguments,
     empty_output,
@@ -72,8 +83,7 @@ class DenseMatch(OutputQuantMatch):
         a, q = self.attention, self.quantize
         self.require(
             not a.used_outputs,
-            f"the attention's {', '.join(a.used_outputs)} is used too, and the fused op has none "
-            "(a training compile keeps it for the backward pass: use torch.no_grad())",
+            f"the attention's {', '.join(a.used_outputs)} is used too, and the fused op has none",
         )
         query = value(a.query)
         check_static(self, q, query, OUTPUT_DTYPES)
@@ -87,16 +97,13 @@ class DenseMatch(OutputQuantMatch):
             not differ and known(key.shape[3] == val.shape[3]),
             f"key {list(key.shape)} and value {list(val.shape)} have different shapes",
         )
-        self.require(
-            key.dtype == val.dtype == query.dtype,
-            f"query, key and value are {dtype_name(query.dtype)}, {dtype_name(key.dtype)} and {dtype_name(val.dtype)}",
-        )
-        self.require(
-            key.device == val.device == query.device,
-            f"query, key and value are on {query.device}, {key.device} and {val.device}",
-        )
         mask = None if a.attn_mask is None else value(a.attn_mask)
         if mask is not None:
+            self.require(
+                mask.dtype in MASK_DTYPES and mask.device == query.device,
+                f"the mask is {dtype_name(mask.dtype)} on {mask.device}; the fused op takes "
+                f"{', '.join(map(dtype_name, MASK_DTYPES))} on {query.device}",
+            )
             scores = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
             fits = (
                 known(x == 1) or known(x == y) for x, y in zip(reversed(mask.shape), reversed(scores), strict=False)
@@ -169,8 +176,10 @@ class AttentionQuant(Rule[OutputQuantMatch]):
     def legality(self, m: OutputQuantMatch) -> None:
         """No one else reads the attention's output; then see the kinds of match."""
         for node, user in outside_users(m.nodes, m.outputs):
-            reader = "is returned too" if user.op == "output" else f"is also read by {user.name} ({target_name(user)})"
-            m.require(not _is_output(node, m.site), f"the attention's output {reader}: fusing would compute it twice")
+            m.require(
+                not _is_output(node, m.site),
+                f"the attention's output {reading(node, user)}: fusing would compute it twice",
+            )
         m.check()
 
     def profitability(self, m: OutputQuantMatch) -> None:
@@ -183,10 +192,11 @@ class AttentionQuant(Rule[OutputQuantMatch]):
 
     def explain(self, idioms: Idioms) -> Iterator[NearMiss]:
         """Where the output of each attention goes instead."""
-        for attention in (*idioms.of(Attention), *idioms.of(PagedAttention)):
+        attentions: list[Attention | PagedAttention] = [*idioms.of(Attention), *idioms.of(PagedAttention)]
+        for attention in attentions:
             if value(attention.output).dtype in FP8_DTYPES:
                 continue
-            if (miss := _other_quantisation(attention.output, idioms)) is None:
+            if (miss := _other_quantisation(attention, idioms)) is None:
                 goes = f"the attention's output goes to {_readers(attention.output)}"
                 miss = NearMiss(attention.output, self.name, goes)
             yield miss
@@ -223,34 +233,70 @@ STEPS = (
 """What a quantisation consists of, beside views."""
 
 
-def _other_quantisation(output: Node, idioms: Idioms) -> NearMiss | None:
-    """What the fused op does not take of the quantisation that an attention's output reaches; None without one."""
-    what = AttentionQuant.name
+def _other_quantisation(attention: Attention | PagedAttention, idioms: Idioms) -> NearMiss | None:
+    """What the fused op does not take of the quantisation that an attention's output reaches, or of the way there: the
+    first of it.  None where it reaches none."""
+    output = attention.output
     near = {miss.node: miss for miss in idioms.near_misses if miss.what in ("quantize", "group_quantize")}
-    seen, work = {output}, [output]
+    before, work = {output: output}, [output]
     while work:
-        for user in work.pop().users:
-            if user in seen:
+        node = work.pop()
+        for user in node.users:
+            if user in before or user.op != "call_function":
                 continue
-            seen.add(user)
-            if (miss := near.get(user)) is not None:
-                reason = f"the attention's output is quantised, but not as the fused op does: {miss.reason}"
-                return NearMiss(output, what, reason, told=user)
-            if (scales := _dynamic_scales(user, idioms)) is not None:
-                reason = f"the attention's output is quantised with {scales}; the fused op takes one static scale"
-                return NearMiss(output, what, reason)
-            if is_tensor(user) and value(user).dtype in (torch.int8, torch.uint8):
-                reason = f"the attention's output is made {dtype_name(value(user).dtype)}; the fused op writes FP8 only"
-                return NearMiss(output, what, reason)
+            before[user] = node
+            if (reason := _obstacle(attention, _way(user, before), idioms, near.get(user))) is not None:
+                return NearMiss(output, AttentionQuant.name, f"the attention's output is {reason}", told=user)
             if is_tensor(user) and (is_view(user) or calls(user, *STEPS)):
                 work.append(user)
     return None
 
 
-def _dynamic_scales(node: Node, idioms: Idioms) -> str | None:
+def _way(node: Node, before: Mapping[Node, Node]) -> list[Node]:
+    """The nodes that lead to `node` from where the walk began, which is left out."""
+    way: list[Node] = []
+    while before[node] is not node:
+        way.insert(0, node)
+        node = before[node]
+    return way
+
+
+def _obstacle(
+    attention: Attention | PagedAttention, way: list[Node], idioms: Idioms, near: NearMiss | None
+) -> str | None:
+    """Why the quantisation at the end of a way is not fused, in words; None where there is no quantisation."""
+    end = way[-1]
+    grouped = idioms.at(end, GroupQuantize)
+    read = grouped or idioms.at(end, Quantize)
+    scales = _dynamic_scales(end, grouped)
+    dense = isinstance(attention, Attention)
+    integers = is_tensor(end) and value(end).dtype in (torch.int8, torch.uint8)
+    if near is None and read is None and scales is None and not integers:
+        return None
+    steps = [node for node in way if not is_view(node) and not is_exact_cast(node)]
+    between = steps[0] if steps else end
+    if between is not end and (read is None or between not in read.nodes):
+        if is_cast(between) and is_high_precision(between):
+            dtype = dtype_name(value(between).dtype)
+            return (
+                f"rounded to {dtype} before it is quantised; the fused op rounds once: let the attention give {dtype}"
+            )
+        if read is not None:
+            return f"changed by {target_name(between)} ({between.name}) before it is quantised"
+    if near is not None and dense and near.what == "group_quantize":
+        scales = "scales that are computed from it"
+    if scales is not None:
+        takes = "one static scale" + ("" if dense else ", or dynamic ones for groups within a head")
+        return f"quantised with {scales}; the fused op takes {takes}"
+    if near is not None:
+        return f"quantised, but not as the fused op does: {near.reason}"
+    return f"made {dtype_name(value(end).dtype)}; the fused op writes FP8 only" if integers else None
+
+
+def _dynamic_scales(node: Node, grouped: GroupQuantize | None) -> str | None:
     """The scales of the dynamic quantisation that `node` ends, in words; None where it ends none."""
-    if (found := idioms.at(node, GroupQuantize)) is not None:
-        return f"dynamic per-token or per-group scales, one for each {found.group_size} elements"
+    if grouped is not None:
+        return f"dynamic per-token or per-group scales, one for each {grouped.group_size} elements"
     if (call := op_call(node, among=(DYNAMIC,))) is not None and call.arguments["granularity"] != "group":
         return f"a dynamic scale per {call.arguments['granularity']}"
     return None

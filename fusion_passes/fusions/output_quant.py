@@ -14,7 +14,6 @@ from fusion_passes.graph import value
 from fusion_passes.idioms.quantize import Quantize
 from fusion_passes.quant import dtype_name, max_value
 from fusion_passes.rule import Call, Match
-from fusion_passes.symbolic import known
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +63,3 @@ def check_static(m: Match, q: Quantize, query: Tensor, dtypes: Collection[torch.
     if q.scale is not None:
         scale = value(q.scale)
         m.require(scale.dtype is torch.float32, f"the scale is {dtype_name(scale.dtype)}; make it float32")
-        m.require(known(scale.numel() == 1), f"the scale has shape {list(scale.shape)}, not one element")
-        m.require(
-            scale.device == query.device,
-            f"the scale is on {scale.device} and the query on {query.device}: make the scale a buffer, "
-            "so that .to(device) moves it",
-        )

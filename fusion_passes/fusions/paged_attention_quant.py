@@ -32,6 +32,9 @@ from fusion_passes.rule import Call
 from fusion_passes.symbolic import known
 from fusion_passes.views import replay
 
+ROUNDING = 1e-6
+"""Of a bound that is computed from constants."""
+
 
 @dataclass(frozen=True, eq=False)
 class PagedMatch(OutputQuantMatch):
@@ -97,6 +100,15 @@ class PagedGroupMatch(OutputQuantMatch):
             f"without a clamp, and with scales down to {q.min_scale:g}, quotients can be too large; what a cast to "
             f"{dtype_name(q.dtype)} makes of them depends on the torch version on {output.device.type}, the fused op "
             "saturates: clamp before the cast",
+        )
+        self.require(
+            0.0 <= q.min_scale < math.inf,
+            f"the lower bound of the scales is {q.min_scale:g}; the fused op takes a finite number, 0 or more",
+        )
+        self.require(
+            not q.inverse or q.min_scale >= SMALLEST_SCALE * (1.0 - ROUNDING),
+            f"the graph multiplies by the reciprocal of scales down to {q.min_scale:g}, which can be infinite: divide "
+            f"by the scales, or give them a lower bound of {SMALLEST_SCALE:.3g} or more",
         )
         self.require(
             q.max_scale == math.inf, f"a scale is at most {q.max_scale:g} in the graph; the fused op has no such bound"
@@ -184,7 +196,7 @@ def _attention(node: Node, idioms: Idioms) -> PagedAttention | None:
 
 def _bound(min_scale: float) -> float | None:
     """The lower bound as an argument of the op; the default where it is that, but for the rounding of constants."""
-    return None if math.isclose(min_scale, SMALLEST_SCALE, rel_tol=1e-6) else min_scale
+    return None if math.isclose(min_scale, SMALLEST_SCALE, rel_tol=ROUNDING) else min_scale
 
 
 def _divisor(q: Quantize, device: torch.device, call: Call) -> Node:

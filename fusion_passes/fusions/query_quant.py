@@ -111,7 +111,6 @@ class QueryQuant(Rule[QueryQuantMatch]):
             return
         m.require(not m.unread, f"the op is called with {m.unread}, which is not read")
         m.require(is_high_precision(m.query), f"the query is {dtype_name(query.dtype)}, not bf16, fp16 or fp32")
-        m.require(codes.dtype in FP8_DTYPES, f"the op quantises to {dtype_name(codes.dtype)}")
         m.require(
             m.by.device in (None, query.device.type),
             f"on {query.device.type} the op computes something else than on {m.by.device}",

@@ -49,6 +49,7 @@ from fusion_passes.idioms.quantize import Quantize
 from fusion_passes.idioms.reading import arguments, is_cast, tensor_node
 from fusion_passes.idioms.rope import Rope, Table
 from fusion_passes.measured.rope_quant_kv_write import verdict as measured_verdict
+from fusion_passes.ops.kv_cache import HIGH_PRECISION_DTYPES
 from fusion_passes.ops.kv_cache_write import why_no_kernel
 from fusion_passes.quant import dtype_name
 from fusion_passes.rule import Call, Match, Rule
@@ -166,6 +167,8 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
         for name, table in (("cos", m.rope.cos), ("sin", m.rope.sin)):
             dtype = value(table.source).dtype
             m.require(dtype in TABLE_DTYPES, f"{name} is {dtype_name(dtype)}, the op reads it in fp32 at most")
+        of_cos, of_sin = (value(table.source).dtype for table in (m.rope.cos, m.rope.sin))
+        m.require(of_cos == of_sin, f"cos is {dtype_name(of_cos)} and sin is {dtype_name(of_sin)}: make them one dtype")
         if m.quantize is not None:
             check_static(m, m.quantize, query, OUTPUT_DTYPES)
         for name, quantize in (("key", m.key.quantize), ("value", m.value.quantize)):
@@ -181,16 +184,21 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             "before they are rotated",
         )
         m.require(
+            query.dtype in HIGH_PRECISION_DTYPES,
+            f"query and key are {dtype_name(query.dtype)} before they are rotated; the op takes "
+            f"{', '.join(map(dtype_name, HIGH_PRECISION_DTYPES))}",
+        )
+        m.require(
             cache.dtype.itemsize == 1 or key.dtype == cache.dtype,
             f"keys of {dtype_name(key.dtype)} do not go into a cache of {dtype_name(cache.dtype)}",
         )
         m.require(m.head is not None, "it is not known which dimension of query and key counts heads")
         for name, rope in (("query", m.query), ("key", m.rope)):
             m.require(None not in _heads_and_size(rope, m.head), f"the number of heads of the {name} is not known")
-            of_cos, of_sin = _outer(rope.cos, rope), _outer(rope.sin, rope)
-            m.require(same_shape(of_cos, of_sin), f"cos and sin of the {name} have different shapes")
+            rows_of_cos, rows_of_sin = _outer(rope.cos, rope), _outer(rope.sin, rope)
+            m.require(same_shape(rows_of_cos, rows_of_sin), f"cos and sin of the {name} have different shapes")
             m.require(
-                same_shape(rows := _without(of_cos, m.head), _token_sizes(rope, m.head))
+                same_shape(rows := _without(rows_of_cos, m.head), _token_sizes(rope, m.head))
                 or len(_larger_than_one(rows)) <= 1,
                 f"cos and sin have rows for some of the dimensions of the {name}'s tokens, and one for the others",
             )
@@ -206,7 +214,11 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             same_shape(*(_larger_than_one(_token_sizes(rope, m.head)) for rope in (m.query, m.rope))),
             "query and key have their tokens in other dimensions",
         )
-        m.require(known(value(m.write.value).shape[-1] == key.shape[-1]), "keys and values differ in their head size")
+        at_write = value(m.write.key).shape[-1]
+        m.require(
+            known(at_write == key.shape[-1]),
+            f"a head of the key has {key.shape[-1]} numbers where it is rotated, and {at_write} where it is written",
+        )
         why = why_no_kernel(key.device, key.dtype, cache.dtype, value(m.output).dtype)
         m.require(not key.is_cuda or why is None, str(why))
 
@@ -423,6 +435,7 @@ def _head(query: Rope, key: Rope, path: tuple[Node, ...], end: Tensor) -> int | 
         for d in range(x.ndim - 1)
         if fixed(x.shape[d]) is not None and known(_outer(key.cos, key)[d] == 1) and known(_outer(key.sin, key)[d] == 1)
     ]
+    found = [d for d in found if end.ndim == 3 and known(x.shape[d] == end.shape[1])] or found
     several = [d for d in found if not known(x.shape[d] == 1)]
     found = [*several, *(d for d in reversed(found) if d not in several)]
     if value(query.x).ndim != x.ndim or not found:

@@ -26,7 +26,7 @@ from fusion_passes.graph import (
 )
 from fusion_passes.idioms.attention import Attention
 from fusion_passes.idioms.attention_mask import Mask, inverted, where_parts
-from fusion_passes.idioms.kv_heads import repeated_from, unexpand
+from fusion_passes.idioms.kv_heads import broadcast_heads, repeated_from, unexpand
 from fusion_passes.idioms.reading import (
     DIVISIONS,
     MULTIPLICATIONS,
@@ -42,7 +42,6 @@ from fusion_passes.idioms.reading import (
     reduced_along_last,
     schema_name,
     shape_of,
-    show,
     tensor_node,
 )
 
@@ -293,9 +292,11 @@ class _Math:
         yield node, behind
 
     def _finish(self, right: Node, output: Node, behind: set[Node]) -> Attention:
-        q, factor_q, path_q = self._operand(self.score_product.args[0], "query", output)
-        k, factor_k, path_k = self._operand(self.score_product.args[1], "key", output, transposed=True)
-        v, factor_v, path_v = self._operand(right, "value", output)
+        q, factor_q, path_q = self._operand(self.score_product.args[0], "query", output)[0]
+        keys = self._operand(self.score_product.args[1], "key", output, transposed=True)
+        values = self._operand(right, "value", output)
+        alike = len(keys) == len(values)  # both with as many heads as the query, or both with one that is broadcast
+        (k, factor_k, path_k), (v, factor_v, path_v) = (of[-1 if alike else 0] for of in (keys, values))
         if factor_v != 1.0:
             raise Unread(self.product, f"looks like attention, but the value is scaled by {factor_v:g}")
         k, v = unexpand(k, v)
@@ -321,30 +322,33 @@ class _Math:
 
     def _operand(
         self, arg: object, name: str, output: Node, *, transposed: bool = False
-    ) -> tuple[Node, float, set[Node]]:
+    ) -> list[tuple[Node, float, set[Node]]]:
         """(tensor, factor, nodes passed): from an operand of a product up to the topmost 4-D tensor of the output's
-        dtype from which only scales, a transposition, a repetition of heads and exact casts lead here."""
-        node = tensor_node(arg)
-        if node is None:
-            raise Unread(self.product, f"the {name} is {show(arg)}")
+        dtype from which only scales, a transposition, a repetition of heads and exact casts lead here; for a key or a
+        value whose one head is broadcast the tensor with all heads, if there is one, then that with one."""
+        assert isinstance(arg, Node)  # of a matrix product
+        node = arg
         (batch, heads), dtype = value(output).shape[:2], value(output).dtype
-        best: tuple[Node, float, set[Node]] | None = None
+        best: dict[bool, tuple[Node, float, set[Node]]] = {}  # by whether it is behind the broadcast of one head
+        broadcast = False
         path: list[Node] = []
         factor = 1.0
         while True:
             fits = is_4d(node) and not transposed and same_shape(value(node).shape[:2], [batch, heads])
             if fits and value(node).dtype == dtype:
-                best = node, factor, set(path)
+                best[broadcast] = node, factor, set(path)
             few = repeated_from(node) if fits else None
             if few is not None and (narrow := _widened(few)) is not None and value(narrow).dtype == dtype:
                 # The heads of a wider copy are repeated; the repetition of the tensor itself is what the idiom reads.
-                best = narrow, factor, set(path)
+                best[broadcast] = narrow, factor, set(path)
                 break
             if calls(node, aten.permute.default, aten.transpose.int) and _swaps_last(node):
                 transposed = not transposed
                 following = node.all_input_nodes[0]
             elif _keeps_matrices(node) or is_exact_cast(node):
                 following = node.all_input_nodes[0]
+            elif name != "query" and (one := broadcast_heads(node)) is not None:
+                following, heads, broadcast = one, 1, True
             elif (scaled := _scaled(node)) is not None:
                 following, times = scaled
                 factor *= times
@@ -352,9 +356,19 @@ class _Math:
                 break
             path.append(node)
             node = following
-        if best is None:
+        expanded = next((n for n in (*path, node) if calls(n, aten.expand.default) and not is_noop(n)), None)
+        if expanded is not None and (
+            not best or (name == "query" and _widened(expanded.all_input_nodes[0]) is not None)
+        ):
+            source = shape_of(expanded.all_input_nodes[0])
+            raise Unread(
+                node,
+                f"the {name} is broadcast from {source} to {shape_of(expanded)}: expand it before the attention, to "
+                "the batch and heads of the others",
+            )
+        if not best:
             raise Unread(node, f"the {name} is not [batch, heads, length, head_dim] in {value(output).dtype}")
-        return best
+        return list(best.values())
 
     def _check_shapes(self, q: Node, k: Node, v: Node, output: Node) -> None:
         batch, heads, q_len, head_dim = value(q).shape

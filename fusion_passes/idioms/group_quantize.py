@@ -29,6 +29,7 @@ from fusion_passes.idioms.reading import (
     Unread,
     arguments,
     constant,
+    depends_on,
     is_cast,
     is_exact_cast,
     is_high_precision,
@@ -55,6 +56,7 @@ class GroupQuantize(Idiom):
         nothing does.
     clamp: the bounds applied before the cast; None without a clamp.
     min_scale, max_scale: the bounds of the scales; 0 without a lower one, and codes are NaN where the scale is 0.
+    inverse: the graph multiplies by the reciprocal of the scales, which is infinite where they are too small for one.
     opaque: the op's name where one op does it all, else None.
     views: those from the input to the output, in graph order; the codes go through them too.
     """
@@ -66,6 +68,7 @@ class GroupQuantize(Idiom):
     clamp: tuple[float, float] | None
     min_scale: float
     max_scale: float = math.inf
+    inverse: bool = False
     opaque: str | None = None
     views: tuple[Node, ...] = ()
 
@@ -160,14 +163,14 @@ class _Reading:
             clamp = _clamp(step)
             if clamp is None:
                 break
+            if math.isnan(clamp.low) or math.isnan(clamp.high):
+                return None  # said of a static quantisation too
             self.low, self.high = clamped_before((self.low, self.high), clamp.low, clamp.high)
             self.nodes.add(step)
             step = clamp.operand
         found = self._divided(step)
         if found is None:
             return None  # no dynamic quantisation
-        if rounded is not None:
-            self.fail(f"the quotient is rounded to {dtype_name(rounded)} before it is quantised")
         x, magnitudes = found
         root, before = self._through(x)
         magnitude, _ = self._through(magnitudes)
@@ -177,6 +180,8 @@ class _Reading:
         )
         if inner is not root:
             return None  # the scales come from another tensor
+        if rounded is not None:
+            self.fail(f"the quotient is rounded to {dtype_name(rounded)} before it is quantised")
         if magnitude is inner:
             self.fail("the scales come from the largest element, not from the largest magnitude")
         if not is_high_precision(root):
@@ -194,6 +199,7 @@ class _Reading:
             clamp=None if (self.low, self.high) == (-math.inf, math.inf) else (self.low, self.high),
             min_scale=scale.low,
             max_scale=scale.high,
+            inverse=any(derived.flipped for _, derived in self.chain),
             views=(*before, *views),
         )
 
@@ -221,15 +227,16 @@ class _Reading:
         for x, scale in pairs:
             if isinstance(x, Node) and is_tensor(x) and isinstance(scale, Node) and is_tensor(scale):
                 kept = set(self.nodes)
-                magnitudes = self._magnitudes(scale, value(x).shape, flipped=calls(node, *MULTIPLICATIONS))
+                magnitudes = self._magnitudes(scale, x, flipped=calls(node, *MULTIPLICATIONS))
                 if magnitudes is not None:
                     return x, magnitudes
                 self.nodes = kept
         return None
 
-    def _magnitudes(self, node: Node, shape: torch.Size, *, flipped: bool) -> Node | None:
-        """What the scales at `node`, for a tensor of this shape, are the maximum of over groups; what is in between is
-        recorded.  flipped: the tensor is multiplied by them, so a reciprocal must be on the way."""
+    def _magnitudes(self, node: Node, x: Node, *, flipped: bool) -> Node | None:
+        """What the scales at `node`, for the tensor x, are the maximum of over groups; what is in between is recorded.
+        flipped: the tensor is multiplied by them, so a reciprocal must be on the way."""
+        shape = value(x).shape
         steps: list[Node] = []
         widths: list[int | torch.SymInt] = []  # over how many elements a scale is spread
         spread = value(node).shape
@@ -249,7 +256,7 @@ class _Reading:
                 continue
             operand = _operand(node)
             if operand is None:
-                if _reaches_maximum(node):
+                if _reaches_maximum(node, self._through(x)[0]):
                     self.fail(f"the scales pass through {op_name(node)} ({node.name}): {_instead(node)}")
                 return None
             steps.insert(0, node)
@@ -283,6 +290,12 @@ class _Reading:
             self.fail("the tensor is multiplied by its scales, not divided by them")
         if not math.isclose(derived.factor * self.limit, 1.0, rel_tol=1e-6):
             self.fail(f"the scales are the largest magnitude times {derived.factor:g}, not divided by {self.limit:g}")
+        factors = [step.factor * self.limit for _, step in self.chain]
+        if not all(1.0 - 1e-6 <= factor <= self.limit * (1.0 + 1e-6) for factor in factors):
+            self.fail(
+                "on the way from the largest magnitudes to the scales are numbers larger or smaller than both, which "
+                "can be infinite or 0: divide by the largest code in one step"
+            )
 
     def _after(self, node: Node, before: _Derived, magnitudes: torch.dtype) -> _Derived | None:
         """What a step makes of its operand; None where it rounds.  magnitudes: the dtype of the maximum."""
@@ -292,6 +305,8 @@ class _Reading:
         if (clamp := _clamp(node)) is not None:
             if before.flipped:
                 self.fail(f"the reciprocal of the scales passes through {op_name(node)} ({node.name})")
+            if math.isnan(clamp.low) or math.isnan(clamp.high):
+                self.fail("the scales, or the magnitudes that they are made of, are clamped to nan")
             self._check_bound(clamp.low, dtype)
             return before.clamped(clamp.low, clamp.high, dtype)
         if (scaled := _scaled(node)) is not None:
@@ -380,11 +395,11 @@ def _instead(node: Node) -> str:
     return "not the largest magnitude / code"
 
 
-def _reaches_maximum(node: Node) -> bool:
-    """True where ops of one tensor each lead up to a maximum, soon."""
+def _reaches_maximum(node: Node, x: Node) -> bool:
+    """True where ops of one tensor each lead up to a maximum of x, soon."""
     for _ in range(8):
-        if _largest(node) is not None:
-            return True
+        if (largest := _largest(node)) is not None:
+            return depends_on(largest[0], x)
         if len(node.all_input_nodes) != 1 or node.op != "call_function":
             return False
         node = node.all_input_nodes[0]
@@ -429,7 +444,7 @@ def _read_opaque(node: Node) -> GroupQuantize | None:
     given = call.arguments
     if given["granularity"] != "group":
         return None
-    x, bound, dtype = given["x"], given["scale_upper_bound"], given["dtype"]
+    x, dtype = given["x"], given["dtype"]
     results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if 0 not in results or not isinstance(x, Node) or not isinstance(dtype, torch.dtype):
         return None
@@ -438,7 +453,7 @@ def _read_opaque(node: Node) -> GroupQuantize | None:
     for name in ("scale_upper_bound", "scale_lower_bound"):
         if given[name] is not None and number(given[name]) is None:
             raise Unread(results[0], f"{name} is {show(given[name])}, not a number")
-    limit, least = quant.max_value(dtype), number(given["scale_lower_bound"])
+    limit, least, most = quant.max_value(dtype), number(given["scale_lower_bound"]), number(given["scale_upper_bound"])
     return GroupQuantize(
         output=results[0],
         nodes=frozenset({node, *results.values()}),
@@ -448,7 +463,7 @@ def _read_opaque(node: Node) -> GroupQuantize | None:
         dtype=dtype,
         clamp=(-limit, limit),
         min_scale=quant.SMALLEST_SCALE if least is None else _rounded(least, torch.float32),
-        max_scale=math.inf if number(bound) is None else number(bound) or 0.0,
+        max_scale=math.inf if most is None else most,
         opaque=op_name(node),
     )
 

@@ -9,6 +9,17 @@ from fusion_passes.idioms.reading import is_4d, without_copies
 from fusion_passes.symbolic import known
 
 
+def broadcast_heads(node: Node) -> Node | None:
+    """The tensor with one head, [batch, 1, …], that `node` expands to several; None where it is no such thing."""
+    if not calls(node, aten.expand.default) or is_noop(node):
+        return None
+    source = node.all_input_nodes[0]
+    if not (is_4d(source) and is_4d(node)):
+        return None
+    (batch, heads, *rest), (batch_out, _, *rest_out) = value(source).shape, value(node).shape
+    return source if known(heads == 1) and same_shape([batch, *rest], [batch_out, *rest_out]) else None
+
+
 def unexpand(k: Node, v: Node) -> tuple[Node, Node]:
     """key and value before their heads are repeated, where both are repeated in the same way; else as they are."""
     few_k, few_v = repeated_from(k), repeated_from(v)
@@ -20,13 +31,8 @@ def unexpand(k: Node, v: Node) -> tuple[Node, Node]:
 def repeated_from(node: Node) -> Node | None:
     """[batch, kv_heads, len, head_dim] that `node` repeats along the heads, each head next to its copies; or None."""
     repeated = without_copies(node)
-    if calls(repeated, aten.expand.default):
-        source = repeated.all_input_nodes[0]
-        if not (is_4d(source) and is_4d(repeated)):
-            return None
-        (batch, heads, *rest), (batch_out, _, *rest_out) = value(source).shape, value(repeated).shape
-        only_heads = known(heads == 1) and same_shape([batch, *rest], [batch_out, *rest_out])
-        return source if only_heads and not is_noop(repeated) else None
+    if (source := broadcast_heads(repeated)) is not None:
+        return source
     if not calls(repeated, aten.reshape.default, aten.view.default, aten._unsafe_view.default):
         return None
     expanded = without_copies(repeated.all_input_nodes[0])

@@ -197,8 +197,10 @@ class _Chain:
     def _limit(self, node: Node, bound: object, without: float) -> float:
         """A bound of the clamp `node` as a number."""
         limit = without if bound is None else constant(bound)
-        if limit is None or math.isnan(limit):
+        if limit is None:
             raise Unread(node, f"clamps to {show(bound)}, which is not a constant")
+        if math.isnan(limit):
+            raise Unread(node, "clamps to nan, which makes every code NaN")
         if self.rounding == "integer" and math.isfinite(limit) and limit != math.trunc(limit):
             raise Unread(node, f"clamps to {limit:g}, which is no whole number, before it rounds to whole numbers")
         return limit
@@ -224,8 +226,7 @@ class _Chain:
         if scale is None:
             divides = divides != flipped
             flipped = False
-        if not is_finite(factor) or factor == 0.0:
-            raise Unread(node, f"the scale is {factor:g}")
+        _check_number(node, factor)
         # y = x / (factor * scale ** p) or y = x * (factor * scale ** p), with p = -1 where the scale was flipped.
         self.scale = scale
         self.inverse = divides == flipped
@@ -335,30 +336,54 @@ def _is_scalar(arg: object) -> bool:
     return scale is None or has_one_element(scale)
 
 
-FP32_TINY, FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, 1.0 / torch.finfo(torch.float32).tiny
+"""Of the normal numbers of fp32 whose reciprocal is one too."""
+
+
+def _is_invertible(number: float) -> bool:
+    return SMALLEST <= abs(number) <= LARGEST
+
+
+def _check_number(node: Node, scale: float) -> None:
+    """A scale, or a factor of one, is a number that may as well be its reciprocal: Inductor multiplies where the graph
+    divides by a number."""
+    if not _is_invertible(scale):
+        raise Unread(
+            node,
+            f"the scale is {scale:g}, which float32 does not hold with its reciprocal: keep it between {SMALLEST:.2g} "
+            f"and {LARGEST:.2g}",
+        )
 
 
 def _peel(arg: object) -> tuple[Node | None, float, bool]:
     """Read how a scale is prepared: (scale, factor, flipped) with `arg == factor * scale ** (-1 if flipped else 1)`.
 
-    Only steps that are exact, or done in fp32 or better, are looked through."""
+    Only steps that are exact, or done in fp32 or better, are looked through.  A constant is computed as the graph
+    does, step by step."""
     factor, flipped = 1.0, False
+    passed: list[tuple[Node, float, bool]] = []
     while True:
         fixed = constant(arg)
         if fixed is not None:
-            if flipped:
-                factor, fixed = (factor / fixed if fixed else math.inf), 1.0
-            return None, factor * fixed, False
+            for step, times, flips in reversed(passed):
+                fixed = _as_in(value(step).dtype, times * ((1.0 / fixed if fixed else math.inf) if flips else fixed))
+            return None, fixed, False
         assert isinstance(arg, Node)
-        step = _peel_one(arg)
-        if step is None:
+        peeled = _peel_one(arg)
+        if peeled is None:
             return arg, factor, flipped
-        operand, times, flips = step
+        operand, times, flips = peeled
         scaled = factor / times if flipped else factor * times
-        if not FP32_TINY <= abs(scaled) <= FP32_MAX:  # the graph multiplies in fp32: step by step it would be another
+        if not _is_invertible(scaled):  # the graph multiplies in fp32: step by step it would be another
             return arg, factor, flipped
+        passed.append((arg, times, flips))
         arg, factor = operand, scaled
         flipped ^= flips
+
+
+def _as_in(dtype: torch.dtype, number: float) -> float:
+    """A number as a tensor of this dtype holds it."""
+    return float(torch.tensor(number, dtype=dtype, device="cpu"))
 
 
 def _peel_one(node: Node) -> tuple[Node, float, bool] | None:
@@ -404,10 +429,12 @@ def _opaque(call: OpCall, op: OpaqueOp) -> Quantize | None:
         return None
     if said := op.unread(call.arguments, call.defaults):
         raise Unread(call.output, f"{call.name.replace('::', '.')} is called with {said}, which is not read")
-    found = _one_op(call, call.arguments[op.input], call.arguments[op.scale], dtype, (-_limit(dtype), _limit(dtype)))
+    x = call.arguments[op.input]
+    found = _one_op(call, x, call.arguments[op.scale], dtype, (-_limit(dtype), _limit(dtype)))
     if op.device is not None and value(found.input).device.type != op.device:
         raise Unread(call.output, f"{found.opaque} computes something else on {value(found.input).device.type}")
-    if not call.whole or not same_shape(value(call.output).shape, value(found.input).shape):
+    given = tensor_node(x)
+    if not call.whole or given is None or not same_shape(value(call.output).shape, value(given).shape):
         raise Unread(call.output, f"{found.opaque} writes to a part of a tensor, or to one of another shape")
     return replace(found, keeps_nan=op.keeps_nan)
 
@@ -439,10 +466,9 @@ def _one_op(call: OpCall, x: object, scale: object, dtype: torch.dtype, clamp: t
     chain.dtypes = {torch.float32}
     if not _is_scalar(scale):
         chain._refuse_scale(node, x, scale)
-        raise Unread(node, f"scale has shape {show(scale)}: not a static per-tensor quantisation")
+        raise Unread(node, f"the scale of {name} is as large as the tensor: not a static per-tensor quantisation")
     chain.scale, factor, flipped = _peel(scale)
-    if not is_finite(factor) or factor == 0.0:
-        raise Unread(node, f"the scale is {factor:g}")
+    _check_number(node, factor)
     chain.inverse, chain.factor = flipped, 1.0 / factor if flipped else factor
     return replace(chain._finish(chain._widened(x)), dtype=dtype, opaque=name)
 

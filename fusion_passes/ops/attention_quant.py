@@ -152,7 +152,6 @@ class Kernel:
     capability: tuple[Capability, Capability]  # first and last supported
     triton: tuple[tuple[int, int], tuple[int, int] | None]  # first supported version, first unsupported one
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
-    output_dtypes: tuple[torch.dtype, ...] = OUTPUT_DTYPES
     masks: bool = True
     cross_lengths: bool = True  # q_len may differ from kv_len
     stride_bytes: int | None = None  # every stride but the last is a multiple; so is the address, checked on a call
@@ -169,8 +168,6 @@ class Kernel:
             return f"{self.name} has no head size {head_dim}, only {', '.join(map(str, self.head_dims))}"
         if query.dtype not in self.dtypes:
             return f"{self.name} takes {_names(self.dtypes)} inputs, not {_names((query.dtype,))}"
-        if a.dtype not in self.output_dtypes:
-            return f"{self.name} writes {_names(self.output_dtypes)}, not {_names((a.dtype,))}"
         if a.attn_mask is not None and not self.masks:
             return f"{self.name} takes no attention mask"
         if not self.cross_lengths and not known(query.shape[2] == key.shape[2]):

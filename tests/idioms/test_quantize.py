@@ -153,7 +153,7 @@ def test_scales_that_are_not_one_static_number(x, scale):
         miss(lambda x, s: saturate(x / s), x, torch.tensor(3)) == "the scale has dtype int64, not a floating-point one"
     )
     assert "symbolic number (SymInt)" in miss(lambda x: saturate(x / x.shape[0]), x, dynamic=True)
-    assert miss(lambda x: (x / 0.0).to(E4M3), x) == "the scale is 0"
+    assert "the scale is 0, which float32 does not hold" in miss(lambda x: (x / 0.0).to(E4M3), x)
     assert "scaled twice" in miss(lambda x, s, t: saturate(x * s * t), x, scale, scale + 1)
     assert "broadcasts the tensor from [6, 32] to [1, 6, 32]" in miss(
         lambda x, s: saturate(x / s), x, scale.reshape(1, 1, 1)
