@@ -555,8 +555,8 @@ def test_modules_in_a_closure(monkeypatch):
 
     import tests.traced_rules as other
 
-    mine = rule(lambda x, y: search(x, y) * float(system.environ["FACTOR"]) * len(other.CALLS[:0] or [1]))
     monkeypatch.setenv("FACTOR", "2.0")
+    mine = rule(lambda x, y: search(x, y) * float(system.environ["FACTOR"]) * len(other.CALLS[:0] or [1]))
     seen = [uuid(mine), uuid(mine)]
     monkeypatch.setenv("FACTOR", "7.0")
     seen.append(uuid(mine))

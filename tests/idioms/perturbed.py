@@ -319,7 +319,9 @@ def _difference(program: Program, idiom: Idiom) -> str:
             return f"its shape is {list(want.shape)}, not {list(got.shape)}"
         got = got.float()
         if isinstance(idiom, Attention):
-            empty = got.isnan() & ((want == 0.0) | want.isnan())  # of a row that attends to nothing
+            empty = (want == 0.0) | want.isnan()  # of a row that attends to nothing
+            if not (torch.__version__ < "2.12" and idiom.backend == "cudnn"):  # which masks with a finite number there
+                empty &= got.isnan()
             want, got = want.masked_fill(empty, 0.0), got.masked_fill(empty, 0.0)
         close = torch.isclose(want, got, rtol=0.05, atol=0.05, equal_nan=True)
         return "" if bool(close.all()) else f"off by {float((want - got).abs().max()):g}"

@@ -6,8 +6,9 @@ import torch
 from fusion_passes.models.attention_kv_cache import AttentionKVCacheFp8StaticQuantFusedModel as Fused
 from fusion_passes.models.attention_kv_cache import AttentionKVCacheFp8StaticQuantPatternModel as Model
 from fusion_passes.nn import backends
-from fusion_passes.ops.paged_attention import PagedAttentionArguments, _kernels
+from fusion_passes.ops.paged_attention import PagedAttentionArguments
 from fusion_passes.quant import codes, dequantize
+from tests.kernels.paged import by_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
@@ -24,7 +25,7 @@ class Kernels(backends.Triton):
     def attend(cls, call):
         scales = (call.q_scale, call.k_scale, call.v_scale, call.prob_scale, call.output_scale, call.sinks)
         options = call.options | {"dtype": call.dtype, "group_size": call.group_size}
-        return _kernels(PagedAttentionArguments(*call.batch, *scales, **options))
+        return by_kernels(PagedAttentionArguments(*call.batch, *scales, **options))
 
 
 @torch.no_grad()

@@ -10,9 +10,10 @@ import torch
 
 from fusion_passes import reference
 from fusion_passes.kernels.paged_decode import Plan, launch, plan
-from fusion_passes.ops.paged_attention import PagedAttentionArguments, _kernels
+from fusion_passes.ops.paged_attention import PagedAttentionArguments
 from fusion_passes.quant import FP8_DTYPES, QuantSpec, choose_scale, codes, quantize
 from tests.kernels import hopper
+from tests.kernels.paged import by_kernels
 
 # Infinities and NaN are numbers here; NumPy, in the interpreter, warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -236,7 +237,7 @@ def test_long_and_short_sequences_in_one_batch(max_query_len):
     problem = Problem(((20, 30), (1, 37), (0, 0), (17, 17), (16, 40)))
     batch = (problem.query, problem.key, problem.value, problem.table, problem.start, problem.lengths)
     options = {**problem.scales, "scale": 0.31, "window": 25}
-    out = _kernels(PagedAttentionArguments(*batch, **options, max_query_len=max_query_len))
+    out = by_kernels(PagedAttentionArguments(*batch, **options, max_query_len=max_query_len))
     check(out, reference.paged_attention(*batch, **options, dtype=torch.float32))
 
 
@@ -513,4 +514,4 @@ def test_strided_tensors():
     batch = (problem.query, problem.key, problem.value, problem.table, problem.start, problem.lengths)
     want = reference.paged_attention(*batch, **options, dtype=torch.float32)
     wide = [torch.stack([x, torch.full_like(x, 7)], -1)[..., 0] for x in batch[3:]]
-    check(_kernels(PagedAttentionArguments(*batch[:3], *wide, **options)), want)
+    check(by_kernels(PagedAttentionArguments(*batch[:3], *wide, **options)), want)
