@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 from unittest import mock
 
@@ -168,6 +168,7 @@ def _traced(
 
     def record(graph: Graph) -> None:
         recorded.append(_copy(graph))
+        raise _RecordedError
 
     with ExitStack() as stack:
         if device != "cpu":
@@ -184,11 +185,16 @@ def _traced(
         view_to_reshape(gm)
         hooks = {"post_grad_custom_post_pass": record, "post_grad_custom_pre_pass": None}
         stack.enter_context(inductor_config.patch(hooks))
-        post_grad_passes(gm, True)
+        with suppress(_RecordedError):
+            post_grad_passes(gm, True)
     (graph,) = recorded
     assert graph.owning_module is not None
     graph.owning_module.meta[INPUTS] = tuple(inputs)
     return graph
+
+
+class _RecordedError(Exception):
+    """The graph is recorded; what comes after the hook would take its time."""
 
 
 def _copy(graph: Graph) -> Graph:

@@ -10,7 +10,8 @@ try:
     import hypothesis as hypothesis
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "fusion_passes.testing.fuzz draws its programs with hypothesis: pip install 'fusion_passes[test]'", name=error.name
+        "fusion_passes.testing.fuzz draws its programs with hypothesis: pip install 'fusion_passes[test]'",
+        name=error.name,
     ) from error
 
 from fusion_passes.testing.fuzz.campaign import Finding, check, draw, shrink

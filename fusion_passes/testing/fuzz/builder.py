@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +45,14 @@ class Builder:
     def feature(self, kind: str, **options: T) -> tuple[str, T]:
         """One of the options, which is counted: (its name, its value)."""
         name = self.choose(*options)
+        self.note(kind, name)
+        return name, options[name]
+
+    def pick(self, kind: str, options: Mapping[str, T], rare: Collection[str] = ()) -> tuple[str, T]:
+        """One of the options, which is counted; one of the rare ones once in ten times: (its name, its value)."""
+        seldom = [name for name in options if name in rare]
+        often = [name for name in options if name not in rare]
+        name = self.choose(*(seldom if seldom and self.one_in(10) else often))
         self.note(kind, name)
         return name, options[name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from fusion_passes.testing.fuzz import quantisation
@@ -121,7 +122,7 @@ def projections(b: Builder, c: Cache) -> tuple[str, str, str]:
     elif way == "by heads":
         x = b.input(f"torch.randn({c.tokens}, {sum(sizes)}, {c.head_dim}, dtype={c.dtype})")
         bounds = [0, c.heads, c.heads + c.kv_heads, sum(sizes)]
-        q, k, v = (b.let(f"{x}[:, {first}:{last}]") for first, last in zip(bounds, bounds[1:], strict=False))
+        q, k, v = (b.let(f"{x}[:, {first}:{last}]") for first, last in itertools.pairwise(bounds))
     elif way == "last rows":
         q, k, v = (
             b.let(f"{b.input(f'torch.randn({c.tokens} + 2, {h}, {c.head_dim}, dtype={c.dtype})')}[2:]") for h in sizes
@@ -129,7 +130,9 @@ def projections(b: Builder, c: Cache) -> tuple[str, str, str]:
     elif way == "stride 0":
         q = b.input(f"torch.randn({c.tokens}, {c.heads}, {c.head_dim}, dtype={c.dtype})")
         k, v = (
-            b.let(f"{b.input(f'torch.randn({c.tokens}, 1, {c.head_dim}, dtype={c.dtype})')}.expand(-1, {c.kv_heads}, -1)")
+            b.let(
+                f"{b.input(f'torch.randn({c.tokens}, 1, {c.head_dim}, dtype={c.dtype})')}.expand(-1, {c.kv_heads}, -1)"
+            )
             for _ in range(2)
         )
     else:
@@ -162,9 +165,9 @@ def rotated(b: Builder, c: Cache, q: str, k: str) -> tuple[str, str]:
         parts = b.let(f"{x}.chunk(2, -1)", "parts")
         cos, sin = (b.let(f"{parts}[{i}]", name) for i, name in enumerate(("cos", "sin")))
     way = b.choose("halves", "rotate half", "neighbours", "complex", "halves in fp32", "neighbours as pairs")
-    fault = b.choose(*["none"] * 6, "other way", "sin and cos swapped", "not alike", "other table", "last dimensions")
     b.note("rope", way)
-    b.note("rope", f"near miss: {fault}" if fault != "none" else "right")
+    faults = ("other way", "sin and cos swapped", "not alike", "other table", "last dimensions")
+    fault, _ = b.pick("rope that is none", dict.fromkeys(("none", *faults)), faults)
     ways = [way, way]
     tables = [(cos, sin), (cos, sin)]
     if fault == "other way":
@@ -242,8 +245,8 @@ def attend(b: Builder, c: Cache, q: str, q_scale: str, codes: bool) -> None:
     sinks = b.input(f"torch.randn({c.heads})", "sinks") if b.one_in(4) else "None"
     scales = f"{q_scale}, {c.k_scale}, {c.v_scale}, {prob}, None, {sinks}"
     out = b.let(f"ops.paged_attention({q}, {c.key}, {c.value}, {c.batch}, {scales}, {', '.join(options)})", "out")
-    kind = b.choose("static", "static", "group", "none", "opaque", "token", "near")
-    b.note("paged attention", kind)
+    kinds = dict.fromkeys(("static", "group", "none", "opaque", "token", "near"))
+    kind, _ = b.pick("paged attention", kinds, ("token", "near"))
     if kind == "none":
         b.returns(out)
         return

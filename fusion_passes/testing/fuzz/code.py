@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from fusion_passes.config import PassConfig
+
+from fusion_passes.config import PassConfig, Profitability
 from fusion_passes.registration import compile as compile_with_passes
 from fusion_passes.report import Report
-from fusion_passes.rule import MatchStatus
+from fusion_passes.rule import Level, MatchStatus
 from fusion_passes.testing.fuzz.oracle import Fault, check_aliases, check_form, check_near, narrowest, same_bits
 from fusion_passes.testing.fuzz.program import Program
 
@@ -110,9 +111,9 @@ class _Comparison:
     ) -> None:
         report = Report()
         self.eager = _Run(function, make_inputs())
-        self.stock = _compiled(function, make_inputs(), PassConfig(level="O0"), Report())
+        self.stock = _compiled(function, make_inputs(), PassConfig(level=Level.O0), Report())
         try:
-            config = PassConfig(profitability="ignore", in_place_writes=in_place_writes)
+            config = PassConfig(profitability=Profitability.IGNORE, in_place_writes=in_place_writes)
             self.fused = _compiled(function, make_inputs(), config, report)
         except Exception as error:
             raise Fault("does not run", f"{type(error).__name__}: {error}") from error
@@ -154,9 +155,7 @@ class _Run:
             self.outputs = list(function(*inputs))
 
 
-def _compiled(
-    function: Callable[..., Any], inputs: tuple[Any, ...], config: PassConfig, report: Report
-) -> _Run:
+def _compiled(function: Callable[..., Any], inputs: tuple[Any, ...], config: PassConfig, report: Report) -> _Run:
     from torch._inductor import config as inductor_config
     from torch._inductor.utils import run_and_get_code
 

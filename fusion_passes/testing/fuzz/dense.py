@@ -95,22 +95,26 @@ def _operand(b: Builder, s: Shape, heads: int, length: str) -> str:
         every_other=f"torch.randn({batch}, {heads}, {length}, {2 * size}, dtype={dtype})[..., ::2]",
         stride_0=f"torch.randn(1, {heads}, {length}, {size}, dtype={dtype}).expand({batch}, -1, -1, -1)",
     )
-    name, made = b.feature(
-        "operand",
-        input="",
-        input_again="",
-        scaled="{} * 1.5",
-        flipped="{}.flip(2)",
-        heads_flipped="{}.flip(1)",
-        transposed_twice="{}.transpose(-1, -2).contiguous().transpose(-1, -2)",
-        transposed_and_scaled="({}.transpose(-1, -2) * 0.5).transpose(-1, -2)",
-        cast="({}.float() + 0.1).to(" + dtype + ")",
-        clone="{}.clone()",
-        rolled="{}.roll(1, 2)",
-        opaque="custom.blend({0}, {0})",
-    )
+    ways = {
+        "input": "",
+        "scaled": "{} * 1.5",
+        "flipped": "{}.flip(2)",
+        "heads flipped": "{}.flip(1)",
+        "transposed twice": "{}.transpose(-1, -2).contiguous().transpose(-1, -2)",
+        "transposed and scaled": "({}.transpose(-1, -2) * 0.5).transpose(-1, -2)",
+        "cast": "({}.float() + 0.1).to(" + dtype + ")",
+        "clone": "{}.clone()",
+        "opaque": "custom.blend({0}, {0})",
+    }
+    if b.backend == "cpu":
+        ways["rolled"] = "{}.roll(1, 2)"
+    _, made = b.pick("operand", ways)
     x = b.input(text)
     return x if not made else b.let(made.format(x))
+
+
+WRONG_HEADS = ("repeat", "index modulo", "concatenation", "expand the wrong way")
+"""Spellings of grouped heads in which a head does not stand next to its copies."""
 
 
 def _repeated(b: Builder, s: Shape, k: str, v: str, *, fused: bool) -> tuple[str, str, str]:
@@ -134,11 +138,10 @@ def _repeated(b: Builder, s: Shape, k: str, v: str, *, fused: bool) -> tuple[str
         ways["broadcast"] = "{0}"
         ways["expand one head"] = f"{{0}}.expand(-1, {s.heads}, -1, -1)"
     names = [*["enable_gqa"] * (fused and b.backend != "efficient"), *ways]
-    of_key = b.choose(*names)
-    b.note("grouped heads", of_key)
+    of_key, _ = b.pick("grouped heads", dict.fromkeys(names), WRONG_HEADS)
     if of_key == "enable_gqa":
         return k, v, ", enable_gqa=True"
-    of_value = b.choose(*ways) if b.one_in(4) else of_key
+    of_value = b.choose(*ways) if b.one_in(8) else of_key
     if of_value != of_key:
         b.note("grouped heads", "key and value differ")
     k, v = (x if ways[how] == "{0}" else b.let(ways[how].format(x)) for x, how in ((k, of_key), (v, of_value)))
@@ -191,9 +194,8 @@ def _mask(b: Builder, s: Shape, q: str, k: str) -> MaskText:
     }
     if rows == columns:
         kinds["transposed"] = ("float", f"torch.randn({rows}, {columns}, dtype={dtype})", "{}.t()")
-    name = b.choose(*kinds, *["none", "causal"] * 3)
-    b.note("mask", name)
-    kind, made, text = kinds[name]
+    rare = [name for name in kinds if name not in ("none", "causal")] if b.choose(False, True, True) else ()
+    _, (kind, made, text) = b.pick("mask", kinds, rare)
     if kind in ("none", "causal"):
         return MaskText(kind)
     given = text.format(b.input(made, "m")) if made else text
@@ -221,48 +223,51 @@ def _spelled_out(b: Builder, s: Shape, q: str, k: str, v: str) -> str:
         v = b.let(f"{v}.float()")
         b.note("attention", "in fp32")
         wide = True
-    product = b.feature(
-        "scores",
-        matmul=f"{q} @ {k}.transpose(-1, -2) * {d**-0.5}",
-        divided=f"torch.matmul({q}, {k}.transpose(2, 3)) / math.sqrt({d})",
-        query_scaled=f"({q} * 0.3) @ {k}.transpose(-1, -2)",
-        key_scaled=f"{q} @ ({k} * 0.3).transpose(-1, -2)",
-        einsum=f"torch.einsum('bhqd,bhkd->bhqk', {q}, {k}) * 0.25",
-        not_scaled=f"{q} @ {k}.transpose(-1, -2)",
-        negative=f"{q} @ {k}.transpose(-1, -2) * -0.3",
-        permuted=f"({q} @ {k}.permute(0, 1, 3, 2)).mul(0.5)",
-        through_tanh=f"torch.tanh({q} @ {k}.transpose(-1, -2) * 0.1) * 4.0",
-    )[1]
+    ways = {
+        "matmul": f"{q} @ {k}.transpose(-1, -2) * {d**-0.5}",
+        "divided": f"torch.matmul({q}, {k}.transpose(2, 3)) / math.sqrt({d})",
+        "query scaled": f"({q} * 0.3) @ {k}.transpose(-1, -2)",
+        "key scaled": f"{q} @ ({k} * 0.3).transpose(-1, -2)",
+        "einsum": f"torch.einsum('bhqd,bhkd->bhqk', {q}, {k}) * 0.25",
+        "not scaled": f"{q} @ {k}.transpose(-1, -2)",
+        "permuted": f"({q} @ {k}.permute(0, 1, 3, 2)).mul(0.5)",
+        "negative": f"{q} @ {k}.transpose(-1, -2) * -0.3",
+        "through tanh": f"torch.tanh({q} @ {k}.transpose(-1, -2) * 0.1) * 4.0",
+    }
+    product = b.pick("scores", ways, ("negative", "through tanh"))[1]
     scores = b.let(product, "s")
     if mask.kind == "causal":
         keep = f"torch.ones({b.size(scores, 2)}, {b.size(scores, 3)}, dtype=torch.bool, device={q}.device).tril()"
         mask = MaskText("bool", b.let(keep, "m"))
     if mask.kind == "bool":
-        how = b.feature(
-            "masked",
-            fill=f"{scores}.masked_fill(~{mask.text}, -inf)",
-            where=f"torch.where({mask.text}, {scores}, -inf)",
-            logical_not=f"{scores}.masked_fill({mask.text}.logical_not(), -inf)",
-            finite=f"{scores}.masked_fill(~{mask.text}, -30.0)",
-            other_way_round=f"torch.where(~{mask.text}, -inf, {scores})",
-            added=f"{scores} + torch.where({mask.text}, 0.0, -inf)",
-            smallest=f"{scores}.masked_fill(~{mask.text}, torch.finfo({scores}.dtype).min)",
-        )[1]
+        ways = {
+            "fill": f"{scores}.masked_fill(~{mask.text}, -inf)",
+            "where": f"torch.where({mask.text}, {scores}, -inf)",
+            "logical not": f"{scores}.masked_fill({mask.text}.logical_not(), -inf)",
+            "other way round": f"torch.where(~{mask.text}, -inf, {scores})",
+            "added": f"{scores} + torch.where({mask.text}, 0.0, -inf)",
+            "finite": f"{scores}.masked_fill(~{mask.text}, -30.0)",
+            "smallest": f"{scores}.masked_fill(~{mask.text}, torch.finfo({scores}.dtype).min)",
+        }
+        how = b.pick("masked", ways, ("finite", "smallest"))[1]
         scores = b.let(how, "s")
     elif mask.kind == "float":
-        how = b.feature(
-            "masked",
-            plus=f"{scores} + {mask.text}",
-            from_left=f"{mask.text} + {scores}",
-            alpha=f"torch.add({scores}, {mask.text}, alpha=2)",
-            minus=f"{scores} - {mask.text}",
-            scaled_after=f"({scores} + {mask.text}) * 0.5",
-        )[1]
+        ways = {
+            "plus": f"{scores} + {mask.text}",
+            "from left": f"{mask.text} + {scores}",
+            "alpha": f"torch.add({scores}, {mask.text}, alpha=2)",
+            "minus": f"{scores} - {mask.text}",
+            "scaled after": f"({scores} + {mask.text}) * 0.5",
+        }
+        how = b.pick("masked", ways, ("alpha", "minus", "scaled after"))[1]
         scores = b.let(how, "s")
     probs = _softmax(b, scores, "" if wide else s.dtype)
     out = b.let(f"{b.choose('torch.matmul({}, {})', '{} @ {}').format(probs, v)}")
     dtype = str(b.tensor(out).dtype)
     return out if dtype == s.dtype or b.choose(False, True) else b.let(f"{out}.to({s.dtype})")
+
+
+USUAL_SOFTMAX = ("plain", "in fp32", "with a dtype", "by hand", "safe", "safe by any")
 
 
 def _softmax(b: Builder, s: str, dtype: str) -> str:
@@ -288,8 +293,7 @@ def _softmax(b: Builder, s: str, dtype: str) -> str:
         ways["safe by columns"] = f"torch.where(({s} == -inf).all(-2, keepdim=True), 0.0, torch.softmax({s}, -1))"
     if shape[-2] == shape[-1]:
         ways["sum of columns"] = f"{shifted} / {shifted}.sum(-2, keepdim=True)"
-    name = b.choose(*ways, *["plain"] * 4)
-    b.note("softmax", name)
+    name, _ = b.pick("softmax", ways, [name for name in ways if name not in USUAL_SOFTMAX])
     if name != "by hand":
         return b.let(ways[name], "p")
     exponential = b.let(shifted, "e")

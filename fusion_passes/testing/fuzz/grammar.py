@@ -29,12 +29,6 @@ def pure_programs(draw: Draw) -> Program:
         cached.step(b)
     elif kind == "attention":
         _attention_and_codes(b)
-        if not dynamic and b.one_in(6):
-            backend = b.backend
-            _attention_and_codes(b)
-            b.note("program", "two attentions")
-            if b.backend != backend:
-                b.backend = backend
     else:
         _codes_alone(b)
     surroundings(b)
@@ -74,6 +68,12 @@ def _attention_and_codes(b: Builder) -> None:
     _behind(b, codes)
 
 
+RARE_BETWEEN = (
+    *("flipped", "narrow", "last token", "first of the batch", "unbind", "part of heads", "stride 0", "strided"),
+    *("fp32", "bf16", "relu", "residual", "swapped", "opaque"),
+)
+
+
 def _views(b: Builder, out: str) -> str:
     """What stands between [batch, heads, queries, head_dim] and the quantisation."""
     heads, size = b.tensor(out).shape[1], b.tensor(out).shape[3]
@@ -103,8 +103,7 @@ def _views(b: Builder, out: str) -> str:
         "swapped": f"{out}.transpose(-1, -2)",
         "opaque": f"custom.blend({out}, {out})",
     }
-    name = b.choose(*ways, *["flat", "reshape", "contiguous", "tokens"] * 4)
-    b.note("between", name)
+    name, _ = b.pick("between", ways, RARE_BETWEEN)
     return out if ways[name] == out else b.let(ways[name])
 
 
@@ -121,10 +120,10 @@ def _behind(b: Builder, codes: str) -> None:
         "values": f"{codes}.float() * 0.5",
         "clone": f"{codes}.clone()",
         "select": f"{codes}[0]",
-        "product": f"{codes}.float().flatten(0, -2) @ torch.ones({b.tensor(codes).shape[-1]}, 3, device={codes}.device)",
+        "product": f"{codes}.float().flatten(0, -2) @ {codes}.float().flatten(0, -2).transpose(0, 1)",
         "bytes": f"{codes}.view(torch.uint8)",
     }
-    name = b.choose(*ways, *["nothing"] * 8)
+    name = b.choose("nothing", *ways) if b.one_in(3) else "nothing"
     if name == "bytes" and b.tensor(codes).dtype.itemsize != 1:
         name = "nothing"
     b.note("behind", name)

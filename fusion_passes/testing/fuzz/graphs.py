@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from fusion_passes import testing
-from fusion_passes.config import PassConfig
+from fusion_passes.config import PassConfig, Profitability
 from fusion_passes.manager import PostGradPassManager
 from fusion_passes.quant import FP8_DTYPES
 from fusion_passes.report import Report
@@ -31,6 +32,7 @@ from fusion_passes.testing.fuzz.oracle import (
     narrowest,
     same_strides,
 )
+
 
 class NotTraced(Exception):
     """Stock has no graph of the program: for CUDA without a card, not every op can be traced."""
@@ -56,20 +58,47 @@ def check_graph(
     Returns how often each rule was applied, and "moved" for writes that stay in place since reads were moved.
     Raises Fault.
     """
-    inputs = make_inputs(n)
-    stock = _traced(function, inputs, backend, dynamic)
-    fused = testing._copy(stock)
-    report = Report()
-    _rewrite(fused, report, in_place_writes)
-    _check_nodes(stock, fused, report)
-    applied = Counter(site.rule for site in report.sites if site.status is MatchStatus.FUSED)
-    moved = report.count(MatchStatus.MOVED)
-    if applied or moved:
-        exact = applied.keys() <= BITWISE
-        _check_values(stock, fused, inputs, exact=exact, strides=backend == "cpu")
-        if dynamic and (larger := _larger(stock, function, make_inputs, n + LARGER)) is not None:
-            _check_values(stock, fused, larger, exact=exact, strides=False)
-    return applied + Counter(moved=moved)
+    return Traced.of(function, make_inputs, backend=backend, n=n, dynamic=dynamic).check(in_place_writes)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Stock's graph of a program, its inputs, and those of another size where one is dynamic."""
+
+    graph: Graph
+    inputs: tuple[Any, ...]
+    larger: tuple[Any, ...] | None
+    backend: str
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., Any],
+        make_inputs: Callable[[int], tuple[Any, ...]],
+        *,
+        backend: str = "cpu",
+        n: int = 8,
+        dynamic: Sequence[tuple[str, int]] = (),
+    ) -> Traced:
+        """Raises NotTraced."""
+        inputs = make_inputs(n)
+        graph = _traced(function, inputs, backend, dynamic)
+        larger = _larger(graph, function, make_inputs, n + LARGER) if dynamic else None
+        return cls(graph, inputs, larger, backend)
+
+    def check(self, in_place_writes: bool = True) -> Counter[str]:
+        """See `check_graph`."""
+        fused, report = testing._copy(self.graph), Report()
+        _rewrite(fused, report, in_place_writes)
+        _check_nodes(self.graph, fused, report)
+        applied = Counter(site.rule for site in report.sites if site.status is MatchStatus.FUSED)
+        moved = report.count(MatchStatus.MOVED)
+        if applied or moved:
+            exact = applied.keys() <= BITWISE
+            _check_values(self.graph, fused, self.inputs, exact=exact, strides=self.backend == "cpu")
+            if self.larger is not None:
+                _check_values(self.graph, fused, self.larger, exact=exact, strides=False)
+        return applied + Counter(moved=moved)
 
 
 def _traced(
@@ -90,7 +119,9 @@ def _rewrite(graph: Graph, report: Report, in_place_writes: bool) -> None:
     mode = detect_fake_mode([node.meta.get("val") for node in graph.find_nodes(op="placeholder")])
     guards = len(mode.shape_env.guards) if mode is not None and mode.shape_env is not None else 0
     try:
-        PostGradPassManager(PassConfig(profitability="ignore", in_place_writes=in_place_writes), report)(graph)
+        PostGradPassManager(PassConfig(profitability=Profitability.IGNORE, in_place_writes=in_place_writes), report)(
+            graph
+        )
         graph.lint()
     except Exception as error:
         raise Fault("the passes failed", f"{type(error).__name__}: {error}") from error
@@ -111,6 +142,8 @@ def _check_nodes(stock: Graph, fused: Graph, report: Report) -> None:
         if testing.print_graph(stock) != testing.print_graph(fused):
             raise Fault("another graph", "nothing was fused, and the graph is another one")
         return
+    if (before := _cost(stock)) < (after := _cost(fused)):
+        raise Fault("computed twice", f"attentions and writes count {before:g}, with the fused ones {after:g}")
     old = {node.name: node for node in stock.nodes}
     kept = {node: old[node.name] for node in fused.nodes if _is_same_call(node, old.get(node.name))}
     for node, before in kept.items():
@@ -122,12 +155,25 @@ def _check_nodes(stock: Graph, fused: Graph, report: Report) -> None:
                 raise Fault("another graph", f"{node.name} is called with {x}, not with {y}")
     for before, after in zip(_results(stock), _results(fused), strict=True):
         x, y = (node.meta.get("val") if isinstance(node, Node) else node for node in (before, after))
-        if isinstance(x, Tensor):
-            same = isinstance(y, Tensor) and x.dtype == y.dtype and str(x.shape) == str(y.shape)
-            if not same or not (
-                str(x.stride()) == str(y.stride()) or same_strides(x.shape, x.stride(), y.stride())
-            ):
-                raise Fault("another form", f"result {before}: {_form(x)}, fused {after}: {_form(y)}")
+        if isinstance(x, Tensor) and not _has_form(x, y):
+            raise Fault("another form", f"result {before}: {_form(x)}, fused {after}: {_form(y)}")
+
+
+COSTS = {"bmm": 0.5, "attention_quant": 1.0, "kv_cache_write": 1.0, "rope_quant_kv_write": 1.0}
+
+
+def _cost(graph: Graph) -> float:
+    """How many attentions and cache writes a graph computes: what is fused must not be computed twice."""
+    names = [str(node.args[0] if "auto_functionalized" in str(node.target) else node.target) for node in graph.nodes]
+    costs = (COSTS.get(name.split(".")[1] if "." in name else name, 0.0) for name in names)
+    return sum(costs) + sum("dot_product" in name or "paged_attention" in name for name in names)
+
+
+def _has_form(x: Tensor, y: Any) -> bool:
+    """True where y has x's dtype, shape and strides; as texts, since a comparison of symbolic sizes adds a guard."""
+    if not (isinstance(y, Tensor) and x.dtype == y.dtype and str(x.shape) == str(y.shape)):
+        return False
+    return str(x.stride()) == str(y.stride()) or same_strides(x.shape, x.stride(), y.stride())
 
 
 def _form(x: Any) -> str:

@@ -16,20 +16,15 @@ def attention(
     dtype: torch.dtype,
     *,
     kv_cache_dtype: str = "fp8_e4m3",
-    **options: object,
 ) -> Attention:
     """An attention layer with a cache of random values, and scales that differ."""
-    layer = Attention(
-        heads, kv_heads, head_dim, kv_cache_dtype=kv_cache_dtype, dtype=dtype, block_size=block_size, **options
-    )  # type: ignore[arg-type]
+    layer = Attention(heads, kv_heads, head_dim, kv_cache_dtype=kv_cache_dtype, dtype=dtype, block_size=block_size)
     layer.allocate_cache(pages)
     if kv_cache_dtype.startswith("fp8"):
         layer.set_scales(q_scale=0.031, k_scale=0.017, v_scale=0.0071)
     return layer
 
 
-def metadata(
-    new: list[int], lengths: list[int], table: list[list[int]], block_size: int
-) -> AttentionMetadata:
+def metadata(new: list[int], lengths: list[int], table: list[list[int]], block_size: int) -> AttentionMetadata:
     """Of sequences with `new` tokens each of `lengths` in all, on the pages that `table` says."""
     return AttentionMetadata.from_lengths(new, lengths, torch.tensor(table, dtype=torch.int32), block_size)

@@ -65,9 +65,7 @@ def check_form(name: str, stock: Tensor, fused: Any, *, strides: bool = True) ->
 
 def same_strides(shape: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Those of dimensions of size 1 say nothing."""
-    return len(a) == len(b) and (
-        0 in shape or all(size == 1 or x == y for size, x, y in zip(shape, a, b, strict=True))
-    )
+    return len(a) == len(b) and (0 in shape or all(size == 1 or x == y for size, x, y in zip(shape, a, b, strict=True)))
 
 
 def check_near(name: str, stock: Tensor, fused: Tensor, ideal: Tensor, eps: float) -> None:
@@ -94,8 +92,8 @@ def check_near(name: str, stock: Tensor, fused: Tensor, ideal: Tensor, eps: floa
         at = int((of_fused - allowed).argmax())
         raise Fault(
             "too far from fp32",
-            f"{name}: {int((of_fused > allowed).sum())} of {len(f)} values, such as {f[at]:g} where stock has {s[at]:g} "
-            f"and fp32 {i[at]:g}; {float(allowed[at]):g} is allowed",
+            f"{name}: {int((of_fused > allowed).sum())} of {len(f)} values, such as {f[at]:g} where stock has "
+            f"{s[at]:g} and fp32 {i[at]:g}; {float(allowed[at]):g} is allowed",
         )
     bound = 1.25 * of_stock.mean() + eps * i.abs().mean() + 1e-3 * _step(i.abs(), stock.dtype).mean()
     if len(f) >= 32 and of_fused.mean() > bound:

@@ -7,12 +7,10 @@ from fusion_passes.testing.fuzz.builder import Builder
 LIMITS = {"E4M3": "448.0", "E5M2": "57344.0", "torch.float8_e4m3fnuz": "240.0"}
 
 
-def quantised(b: Builder, x: str, *, device_scale: bool = True) -> str:
+def quantised(b: Builder, x: str) -> str:
     """FP8 codes of x, or what is nearly that; a variable."""
-    kind = b.choose("static", "static", "static", "static", "opaque", "group", "token", "near")
-    if not device_scale or kind == "static":
-        return static(b, x)
-    return {"opaque": opaque, "group": group, "token": token, "near": near_miss}[kind](b, x)
+    ways = {"static": static, "opaque": opaque, "group": group, "token": token, "near miss": near_miss}
+    return b.pick("quantisation", ways, ("group", "token", "near miss"))[1](b, x)
 
 
 def scale(b: Builder) -> tuple[str, bool]:
@@ -48,16 +46,16 @@ def scale(b: Builder) -> tuple[str, bool]:
         "tiny": ("torch.tensor(1e-40)", "{}", False),
         "clamped": ("torch.tensor(0.001)", "{}.clamp(min=0.02)", False),
     }
-    name = b.choose(*kinds, *["0-d"] * 8, *["reciprocal", "times a number", "one over"])
-    b.note("scale of the codes", name)
-    made, text, multiplies = kinds[name]
+    _, (made, text, multiplies) = b.pick("scale of the codes", kinds, RARE_SCALES)
     return (text.format(b.input(made, "scale")) if made else text), multiplies
+
+
+RARE_SCALES = ("half precision", "cast", "double", "negative", "tiny", "clamped", "largest", "product of two")
 
 
 def static(b: Builder, x: str, dtype: str = "") -> str:
     """Codes by one scale."""
-    dtype = dtype or b.choose("E4M3", "E4M3", "E4M3", "E4M3", "E5M2", "torch.float8_e4m3fnuz")
-    b.note("codes", dtype)
+    dtype = dtype or b.pick("codes", {name: name for name in LIMITS}, ("torch.float8_e4m3fnuz",))[0]
     limit = LIMITS[dtype]
     by, multiplies = scale(b)
     if not by.isidentifier() and "(" not in by and b.choose(False, True):
@@ -90,10 +88,18 @@ def static(b: Builder, x: str, dtype: str = "") -> str:
         "rounded to bf16": f"{y}.clamp(-{limit}, {limit}).to(torch.bfloat16)",
         "rounded to fp16": f"{y}.clamp(-{limit}, {limit}).to(torch.float16)",
         "relu": f"{y}.relu().clamp(-{limit}, {limit})",
-        "tensor bounds": f"{y}.clamp(torch.tensor(-{limit}, device={y}.device), torch.tensor({limit}, device={y}.device))",
+        "tensor bounds": f"{y}.clamp(*torch.tensor([-{limit}, {limit}], device={y}.device).unbind())",
     }
-    name = b.choose(*bounds, *["both"] * 12, "none")
-    b.note("clamp", name)
+    usual = (
+        "both",
+        "max before min",
+        "min before max",
+        "minimum and maximum",
+        "hardtanh",
+        "by finfo",
+        "rounded to bf16",
+    )
+    name, _ = b.pick("clamp", bounds, [name for name in bounds if name not in usual])
     y = y if name == "none" else b.let(bounds[name])
     return b.let(f"{y}.to({dtype})", "codes")
 
@@ -101,7 +107,7 @@ def static(b: Builder, x: str, dtype: str = "") -> str:
 def opaque(b: Builder, x: str) -> str:
     """Codes by an op that the passes know by name."""
     by = b.input(b.choose("torch.tensor(0.02)", "torch.tensor([0.02])"), "scale")
-    name, text = b.feature(
+    _, text = b.feature(
         "opaque",
         quantize_fp8=f"ops.quantize_fp8({x}, {by})",
         quantize_fp8_e5m2=f"ops.quantize_fp8({x}, {by}, E5M2)",

@@ -65,7 +65,11 @@ def pending_read(b: Builder) -> None:
         return
     name = b.choose(*reversed(names))
     _, text = b.feature(
-        "read", times=f"{name} * 2", view=f"{name}[:1] + 1", compare=f"({name} > 0).float()", sum=f"{name}.float().sum()"
+        "read",
+        times=f"{name} * 2",
+        view=f"{name}[:1] + 1",
+        compare=f"({name} > 0).float()",
+        sum=f"{name}.float().sum()",
     )
     b.let(text, "old")
 
