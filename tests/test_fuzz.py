@@ -15,8 +15,8 @@ from fusion_passes.testing.fuzz import campaign, code, hunt, mutants, oracle
 from fusion_passes.testing.fuzz.program import Program
 
 SEED = 20_261_130
-PURE_RUNS, PURE = 8, 112
-WRITING_RUNS, WRITING = 4, 26
+PURE_RUNS, PURE = 12, 79
+WRITING_RUNS, WRITING = 2, 26
 FOUND_WITHIN = 2000
 QUICK = {"the factor of a scale is dropped", "the scales of key and value are swapped", "cos and sin are swapped"}
 

@@ -1,4 +1,4 @@
-"""`python -m fusion_passes.testing.fuzz`: many programs on all cores.  What was done is kept, and a run goes on from it."""
+"""`python -m fusion_passes.testing.fuzz`: many programs on all cores.  A run that was stopped goes on."""
 
 from __future__ import annotations
 

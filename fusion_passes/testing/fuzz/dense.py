@@ -30,27 +30,30 @@ class Shape:
 
 def attention(b: Builder) -> str:
     """An attention's output: a variable [batch, heads, queries, head_dim]."""
-    shape = _shape(b)
     fused = b.feature("attention", sdpa=True, spelled_out=False)[1]
     if b.is_dynamic:
         b.backend = b.choose("cpu", "flash", "efficient") if fused else "cpu"
     else:
         b.backend = b.choose("cpu", "cudnn", "flash", "efficient", "cpu", *["math"] * (not fused))
     b.note("backend", b.backend if fused else f"{b.backend}, spelled out")
+    shape = _shape(b)
     q, k, v = _operands(b, shape)
     return _sdpa(b, shape, q, k, v) if fused else _spelled_out(b, shape, q, k, v)
 
 
 def _shape(b: Builder) -> Shape:
-    dtype = b.feature("dtype", **DTYPES)[1]
-    heads = b.choose(4, 2, 1)
+    dtype = b.pick("dtype", DTYPES, () if b.backend == "cpu" else ("fp32",))[1]
+    heads = b.pick("heads", {"4": 4, "2": 2, "1": 1}, ("1",))[1]
     group = b.choose(*[g for g in (1, 2, 4) if heads % g == 0])
-    queries, batch = b.choose("5", "8", "1", "16"), b.choose("2", "1")
+    queries = b.pick("queries", {"5": "5", "8": "8", "16": "16", "1": "1"}, ("1",))[1]
+    batch = b.pick("batch", {"2": "2", "1": "1"}, ("1",))[1]
     keys = b.choose(queries, queries, "7", "16")
     if b.is_dynamic:
         queries = keys = "n"
         batch = b.choose("2", "1", "n")
-    return Shape(batch, heads, heads // group, queries, keys, b.choose(16, 8, 20, 32), dtype)
+    sizes = (16, 32, 64, 8, 20) if b.backend == "cpu" else (64, 80, 128, 16, 60)  # the last two are unusual
+    head_dim = b.pick("head size", {str(size): size for size in sizes}, [str(size) for size in sizes[-2:]])[1]
+    return Shape(batch, heads, heads // group, queries, keys, head_dim, dtype)
 
 
 def _operands(b: Builder, s: Shape) -> tuple[str, str, str]:
@@ -85,16 +88,17 @@ def _parts(b: Builder, s: Shape) -> tuple[str, str, str]:
 def _operand(b: Builder, s: Shape, heads: int, length: str) -> str:
     batch, size, dtype = s.batch, s.head_dim, s.dtype
     plain = f"torch.randn({batch}, {heads}, {length}, {size}, dtype={dtype})"
-    _, text = b.feature(
-        "layout",
-        contiguous=plain,
-        tokens_first=f"torch.randn({batch}, {length}, {heads}, {size}, dtype={dtype}).transpose(1, 2)",
-        head_dim_strided=f"torch.randn({batch}, {heads}, {size}, {length}, dtype={dtype}).transpose(-1, -2)",
-        padded=f"torch.randn({batch}, {heads}, {length}, {size + 3}, dtype={dtype})[..., :{size}]",
-        offset=f"torch.randn({batch}, {heads}, {size} + {length}, {size}, dtype={dtype})[:, :, {size}:]",
-        every_other=f"torch.randn({batch}, {heads}, {length}, {2 * size}, dtype={dtype})[..., ::2]",
-        stride_0=f"torch.randn(1, {heads}, {length}, {size}, dtype={dtype}).expand({batch}, -1, -1, -1)",
-    )
+    layouts = {
+        "contiguous": plain,
+        "tokens first": f"torch.randn({batch}, {length}, {heads}, {size}, dtype={dtype}).transpose(1, 2)",
+        "padded": f"torch.randn({batch}, {heads}, {length}, {size + 3}, dtype={dtype})[..., :{size}]",
+        "offset": f"torch.randn({batch}, {heads}, {size} + {length}, {size}, dtype={dtype})[:, :, {size}:]",
+        "stride 0": f"torch.randn(1, {heads}, {length}, {size}, dtype={dtype}).expand({batch}, -1, -1, -1)",
+        "head size strided": f"torch.randn({batch}, {heads}, {size}, {length}, dtype={dtype}).transpose(-1, -2)",
+        "every other": f"torch.randn({batch}, {heads}, {length}, {2 * size}, dtype={dtype})[..., ::2]",
+    }
+    rare = () if b.backend == "cpu" else ("head size strided", "every other")
+    text = b.pick("layout", layouts, rare)[1]
     ways = {
         "input": "",
         "scaled": "{} * 1.5",

@@ -6,10 +6,13 @@ for node, that no guard was added, and the strides that the graph promises.
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -114,14 +117,28 @@ def _traced(
         raise NotTraced(f"{backend}: {type(error).__name__}: {error}") from error
 
 
+@contextmanager
+def _as_on_a_card() -> Iterator[None]:
+    """What the rules ask of the machine, answered for CUDA tensors as by an H200: the graph is CUDA's, the card is not
+    there."""
+    with ExitStack() as stack:
+        for name in ("attention_quant", "kv_cache_write", "quantize"):
+            module = importlib.import_module(f"fusion_passes.ops.{name}")
+            answers = {"device_capability": lambda device: (9, 0) if device.type == "cuda" else None}
+            for asked, answer in {**answers, "triton_version": lambda: (3, 6)}.items():
+                stack.enter_context(mock.patch.object(module, asked, answer))
+        yield
+
+
 def _rewrite(graph: Graph, report: Report, in_place_writes: bool) -> None:
     """Run the passes, as Inductor does; a rule must not fail, and no guard may come of it."""
     mode = detect_fake_mode([node.meta.get("val") for node in graph.find_nodes(op="placeholder")])
     guards = len(mode.shape_env.guards) if mode is not None and mode.shape_env is not None else 0
     try:
-        PostGradPassManager(PassConfig(profitability=Profitability.IGNORE, in_place_writes=in_place_writes), report)(
-            graph
-        )
+        with _as_on_a_card():
+            PostGradPassManager(
+                PassConfig(profitability=Profitability.IGNORE, in_place_writes=in_place_writes), report
+            )(graph)
         graph.lint()
     except Exception as error:
         raise Fault("the passes failed", f"{type(error).__name__}: {error}") from error

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch.fx import Graph, Node
 
-from fusion_passes.graph import argument, aten, calls, is_functionalized, is_tensor, value
+from fusion_passes.graph import argument, aten, calls, is_functionalized, is_tensor, prims, value
 
 PACKAGE = "fusion_passes."
 
@@ -150,7 +150,7 @@ def _repeated_in_any_order(stack: ExitStack) -> None:
 
 def _through_flips(stack: ExitStack) -> None:
     right = _old("idioms.attention_math:_keeps_matrices")
-    _set(stack, "idioms.attention_math:_keeps_matrices", lambda node: right(node) or calls(node, aten.flip.default))
+    _set(stack, "idioms.attention_math:_keeps_matrices", lambda node: right(node) or calls(node, prims.rev.default))
 
 
 def _other_layout(stack: ExitStack) -> None:
