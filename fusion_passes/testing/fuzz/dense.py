@@ -45,7 +45,7 @@ def _shape(b: Builder) -> Shape:
     dtype = b.pick("dtype", DTYPES, () if b.backend == "cpu" else ("fp32",))[1]
     heads = b.pick("heads", {"4": 4, "2": 2, "1": 1}, ("1",))[1]
     group = b.choose(*[g for g in (1, 2, 4) if heads % g == 0])
-    queries = b.pick("queries", {"5": "5", "8": "8", "16": "16", "1": "1"}, ("1",))[1]
+    queries = b.pick("queries", {"5": "5", "8": "8", "4": "4", "16": "16", "1": "1"}, ("1",))[1]
     batch = b.pick("batch", {"2": "2", "1": "1"}, ("1",))[1]
     keys = b.choose(queries, queries, "7", "16")
     if b.is_dynamic:

@@ -20,7 +20,7 @@ def pure_programs(draw: Draw) -> Program:
     """Programs whose faults show in the graph: nothing is written, but for a KV cache, whose new values are returned
     too."""
     kind = draw(st.sampled_from(("attention", "attention", "attention", "cache", "cache", "quantisation")))
-    dynamic = kind != "cache" and draw(st.integers(0, 7)) == 7
+    dynamic = kind != "cache" and draw(st.integers(0, 13)) == 13
     b = Builder(draw, n=draw(st.sampled_from((5, 8))) if dynamic else Program.n, writes=False, dynamic=dynamic)
     b.note("program", kind)
     if dynamic:

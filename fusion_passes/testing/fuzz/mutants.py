@@ -80,9 +80,13 @@ def _everywhere(name: str, new: Any) -> Callable[[ExitStack], None]:
     """Replace a function in every module of the package that has it."""
 
     def plant(stack: ExitStack) -> None:
+        found = False
         for module_name, module in list(sys.modules.items()):
             if module_name.startswith(PACKAGE) and "fuzz" not in module_name and callable(getattr(module, name, None)):
                 stack.enter_context(mock.patch.object(module, name, new))
+                found = True
+        if not found:
+            raise LookupError(f"no module of the package has {name}")
 
     return plant
 
@@ -109,7 +113,7 @@ def _without_argument(name: str, instead: Any = None) -> Callable[[ExitStack], N
     return plant
 
 
-def _reads_in_front(graph: Graph) -> list[Any]:
+def _reads_in_front(graph: Graph, effects: Any) -> list[Any]:
     """Reads in front of the write, as nodes: Inductor still computes them where they are used."""
     from fusion_passes.in_place import Reordered
 
@@ -182,6 +186,10 @@ def _alpha_ignored(stack: ExitStack) -> None:
     _set(stack, "idioms.attention_math:argument", wrong)
 
 
+def _does_nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of a check."""
+
+
 def _with_guards(condition: Any) -> bool:
     return bool(condition)
 
@@ -213,11 +221,13 @@ MUTANTS: tuple[Mutant, ...] = (
         lambda s: _set(s, "manager:reads_before_writes", _reads_in_front),
         writes=True,
     ),
+    Mutant("a write between is not seen", _everywhere("check_order", _does_nothing), writes=True),
+    Mutant("no read is pending", _always("effects:Effects:inlined", False), writes=True),
     Mutant("the factor of a scale is dropped", _reading(QUANTIZE, scale_factor=lambda q: 1.0)),
     Mutant("a scale that multiplies is read as one that divides", _reading(QUANTIZE, inverse=lambda q: False)),
     Mutant(
         "another reader of the output is ignored",
-        _all(_always("manager:check_side_effects", None), _always("fusions.attention_quant:outside_users", [])),
+        _all(_everywhere("check_readers", _does_nothing), _always("fusions.attention_quant:outside_users", [])),
     ),
     Mutant(
         "the scales of key and value are swapped",
