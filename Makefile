@@ -37,7 +37,7 @@ endif
 PYTEST := $(PYTHON) -m pytest
 ARGS ?=
 
-.PHONY: help setup test test-slow test-gpu sanitize-gpu lint format types demo bench docs clean
+.PHONY: help setup test test-slow fuzz test-gpu sanitize-gpu lint format types demo bench docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -65,6 +65,9 @@ test: $(READY) ## the default suite, in parallel on all cores, without a GPU
 
 test-slow: $(READY) ## the slow tests
 	$(PYTEST) tests -n auto --dist worksteal -m "slow and not gpu" $(ARGS)
+
+fuzz: $(READY) ## 50,000 random programs, stock against fused, on all cores; goes on where it was stopped
+	OMP_NUM_THREADS=1 $(PYTHON) -m fusion_passes.testing.fuzz --programs 50000 --record benchmarks/results $(ARGS)
 
 test-gpu: $(READY) ## the tests that need a CUDA card; recorded in benchmarks/results/test-gpu-<card>.json
 	$(PYTEST) tests -m gpu --record benchmarks/results $(ARGS)

@@ -1,0 +1,174 @@
+"""`python -m fusion_passes.testing.fuzz`: many programs on all cores.  A run that was stopped goes on."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+JOB = 200
+"""Programs of one job: what a run that was stopped loses at most, for each process."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; 1 where something was found."""
+    arguments = _parser().parse_args(argv)
+    folder = Path(arguments.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = range(-(-arguments.programs // JOB))
+    journal = folder / f"jobs-{arguments.seed}.jsonl"
+    done = {record["job"]: record for record in _read(journal) if record["fingerprint"] == _fingerprint()}
+    todo = [job for job in jobs if job not in done]
+    if len(todo) < len(jobs):
+        print(f"{len(jobs) - len(todo)} of {len(jobs)} jobs are done already: {journal}", flush=True)
+    start = time.monotonic()
+    with ProcessPoolExecutor(arguments.processes, get_context("spawn"), _start) as pool, journal.open("a") as kept:
+        pending = [pool.submit(_job, arguments.seed, job, arguments.shrink) for job in todo]
+        for count, future in enumerate(as_completed(pending), 1):
+            record = future.result()
+            done[record["job"]] = record
+            kept.write(json.dumps(record) + "\n")
+            kept.flush()
+            for finding in record["findings"]:
+                _keep(folder, finding)
+            _say(count, len(pending), done, time.monotonic() - start)
+    summary = _summary([done[job] for job in jobs], arguments)
+    (folder / f"summary-{arguments.seed}.json").write_text(json.dumps(summary, indent=2) + "\n")
+    if arguments.record:
+        Path(arguments.record).mkdir(parents=True, exist_ok=True)
+        (Path(arguments.record) / "fuzz.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"\n{summary['programs']} programs, {len(summary['findings'])} findings: {folder}")
+    return 1 if summary["findings"] else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fusion_passes.testing.fuzz", description=__doc__)
+    parser.add_argument("--programs", type=int, default=2000, help="how many, by default 2000")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, other programs")
+    parser.add_argument("--out", default=".fuzz", help="folder of the journal and the findings, by default .fuzz")
+    parser.add_argument("--record", metavar="DIR", help="write the summary to DIR/fuzz.json too")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="by default as many as there are cores")
+    parser.add_argument("--shrink", type=int, default=3, help="findings of a job that are shrunk, by default 3")
+    return parser
+
+
+def _start() -> None:
+    """Of a process: one thread, no cache, no warnings about what is declined."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
+def _job(seed: int, job: int, shrink: int) -> dict[str, Any]:
+    """Draw and check the programs of one job."""
+    from fusion_passes.testing.fuzz import campaign
+
+    number = seed * 1_000_003 + job
+    outcome = campaign.run(number, JOB)
+    findings = []
+    kinds = Counter[str]()
+    for finding in outcome.findings:
+        kinds[finding.fault.kind] += 1
+        short = campaign.shrink(finding, JOB) if kinds[finding.fault.kind] <= shrink else finding
+        findings.append(
+            {
+                "kind": finding.fault.kind,
+                "text": str(short.fault),
+                "seed": number,
+                "at": finding.at,
+                "test": short.program.test(f"test_{number}_{finding.at}"),
+            }
+        )
+    return {
+        "job": job,
+        "fingerprint": _fingerprint(),
+        "programs": outcome.programs,
+        "seconds": round(outcome.seconds, 1),
+        "fusing": outcome.fusing,
+        "applied": dict(outcome.applied),
+        "features": dict(outcome.features),
+        "not_traced": sum(outcome.not_traced.values()),
+        "findings": findings,
+    }
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """Of the package and torch: a job of other code is done again."""
+    import torch
+
+    package = Path(__file__).parents[2]
+    digest = hashlib.sha256(torch.__version__.encode())
+    for file in sorted(package.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(journal: Path) -> Iterator[dict[str, Any]]:
+    if journal.exists():
+        for line in journal.read_text().splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue  # the run was stopped while it wrote
+
+
+def _keep(folder: Path, finding: dict[str, Any]) -> None:
+    """A finding's seed in a list, and its test in a file."""
+    with (folder / "seeds.txt").open("a") as file:
+        file.write(f"{finding['seed']} {finding['at']} {finding['kind']}\n")
+    (folder / f"test_{finding['seed']}_{finding['at']}.py").write_text(f'"""{finding["text"]}"""\n\n{finding["test"]}')
+
+
+def _say(count: int, jobs: int, done: dict[int, dict[str, Any]], seconds: float) -> None:
+    """One line about where the run is."""
+    programs = sum(record["programs"] for record in done.values())
+    findings = sum(len(record["findings"]) for record in done.values())
+    left = seconds / count * (jobs - count)
+    rate = count * JOB / seconds * 60
+    line = f"{programs} programs, {findings} findings, {rate:.0f} a minute, {left / 60:.0f} minutes left"
+    print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
+
+
+def _summary(records: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    total = {name: Counter[str]() for name in ("applied", "features")}
+    for record in records:
+        for name, counter in total.items():
+            counter.update(record[name])
+    findings = [finding for record in records for finding in record["findings"]]
+    return {
+        "programs": sum(record["programs"] for record in records),
+        "seed": arguments.seed,
+        "core_seconds": round(sum(record["seconds"] for record in records)),
+        "processes": arguments.processes,
+        "fusing": sum(record["fusing"] for record in records),
+        "not_traced": sum(record["not_traced"] for record in records),
+        "applied": dict(total["applied"].most_common()),
+        "findings": [{key: finding[key] for key in ("kind", "text", "seed", "at")} for finding in findings],
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "features": dict(sorted(total["features"].items())),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
