@@ -52,7 +52,7 @@ def test_each_scale_is_applied_once_and_not_inverted(rule, case, value):
     inputs = case.with_scale(value, 133, "cuda")
     ours, stock = WithoutCode(case.fn), WithoutCode(case.fn, STOCK)
     check(run(ours, inputs), stock(*inputs), case.reference(*inputs))
-    assert ours.fused == 1
+    assert ours.fused == 1, ours.report
 
 
 @each(cases=LARGE)
