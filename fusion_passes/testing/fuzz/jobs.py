@@ -35,14 +35,14 @@ def run(seed: int, job: int, shrink: int) -> dict[str, Any]:
     kinds = Counter[str]()
     for finding in outcome.findings:
         kinds[finding.fault.kind] += 1
-        short = campaign.shrink(finding, JOB) if kinds[finding.fault.kind] <= shrink else finding
+        short = campaign.shrink(finding) if kinds[finding.fault.kind] <= shrink else finding
         findings.append(
             {
                 "kind": finding.fault.kind,
                 "text": str(short.fault),
-                "seed": number,
+                "seed": finding.seed,
                 "at": finding.at,
-                "test": short.program.test(f"test_{number}_{finding.at}"),
+                "test": short.program.test(f"test_{finding.seed}_{finding.at}"),
             }
         )
     return {
