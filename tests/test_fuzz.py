@@ -86,10 +86,10 @@ def test_a_finding_shrinks_to_what_it_needs():
         if "attn_mask" in program.source:
             raise fuzz.Fault("a mask", "there is one")
 
-    drawn = fuzz.draw(5, 60, fuzz.pure_programs())
-    at, program = next((i, p) for i, p in enumerate(drawn) if "attn_mask" in p.source)
-    found = campaign.Finding(program, fuzz.Fault("a mask", "there is one"), 5, at)
-    short = campaign.shrink(found, 60, fuzz.pure_programs(), checked=has_a_mask)
+    runs = ((seed, campaign.drawn_by(seed, fuzz.pure_programs())) for seed in range(100))
+    program, seed, at = next((p, seed, at) for seed, run in runs for at, p in enumerate(run) if "attn_mask" in p.source)
+    found = campaign.Finding(program, fuzz.Fault("a mask", "there is one"), seed, at)
+    short = campaign.shrink(found, fuzz.pure_programs(), checked=has_a_mask)
     assert "attn_mask" in short.program.source
     assert len(short.program.source.splitlines()) <= min(len(program.source.splitlines()), 9)
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import hashlib
 import json
-import logging
 import os
 import platform
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -19,8 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-JOB = 200
-"""Programs of one job: what a run that was stopped loses at most, for each process."""
+from fusion_passes.testing.fuzz import jobs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,15 +23,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     folder = Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = range(-(-arguments.programs // JOB))
+    numbers = range(-(-arguments.programs // jobs.JOB))
     journal = folder / f"jobs-{arguments.seed}.jsonl"
-    done = {record["job"]: record for record in _read(journal) if record["fingerprint"] == _fingerprint()}
-    todo = [job for job in jobs if job not in done]
-    if len(todo) < len(jobs):
-        print(f"{len(jobs) - len(todo)} of {len(jobs)} jobs are done already: {journal}", flush=True)
+    done = {record["job"]: record for record in _read(journal) if record["fingerprint"] == jobs.fingerprint()}
+    todo = [job for job in numbers if job not in done]
+    if len(todo) < len(numbers):
+        print(f"{len(numbers) - len(todo)} of {len(numbers)} jobs are done already: {journal}", flush=True)
     start = time.monotonic()
-    with ProcessPoolExecutor(arguments.processes, get_context("spawn"), _start) as pool, journal.open("a") as kept:
-        pending = [pool.submit(_job, arguments.seed, job, arguments.shrink) for job in todo]
+    with ProcessPoolExecutor(arguments.processes, get_context("spawn"), jobs.start) as pool, journal.open("a") as kept:
+        pending = [pool.submit(jobs.run, arguments.seed, job, arguments.shrink) for job in todo]
         for count, future in enumerate(as_completed(pending), 1):
             record = future.result()
             done[record["job"]] = record
@@ -45,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             for finding in record["findings"]:
                 _keep(folder, finding)
             _say(count, len(pending), done, time.monotonic() - start)
-    summary = _summary([done[job] for job in jobs], arguments)
+    summary = _summary([done[job] for job in numbers], arguments)
     (folder / f"summary-{arguments.seed}.json").write_text(json.dumps(summary, indent=2) + "\n")
     if arguments.record:
         Path(arguments.record).mkdir(parents=True, exist_ok=True)
@@ -65,61 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _start() -> None:
-    """Of a process: one thread, no cache, no warnings about what is declined."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    import torch
-
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-
-
-def _job(seed: int, job: int, shrink: int) -> dict[str, Any]:
-    """Draw and check the programs of one job."""
-    from fusion_passes.testing.fuzz import campaign
-
-    number = seed * 1_000_003 + job
-    outcome = campaign.run(number, JOB)
-    findings = []
-    kinds = Counter[str]()
-    for finding in outcome.findings:
-        kinds[finding.fault.kind] += 1
-        short = campaign.shrink(finding, JOB) if kinds[finding.fault.kind] <= shrink else finding
-        findings.append(
-            {
-                "kind": finding.fault.kind,
-                "text": str(short.fault),
-                "seed": number,
-                "at": finding.at,
-                "test": short.program.test(f"test_{number}_{finding.at}"),
-            }
-        )
-    return {
-        "job": job,
-        "fingerprint": _fingerprint(),
-        "programs": outcome.programs,
-        "seconds": round(outcome.seconds, 1),
-        "fusing": outcome.fusing,
-        "applied": dict(outcome.applied),
-        "features": dict(outcome.features),
-        "not_traced": sum(outcome.not_traced.values()),
-        "findings": findings,
-    }
-
-
-@functools.cache
-def _fingerprint() -> str:
-    """Of the package and torch: a job of other code is done again."""
-    import torch
-
-    package = Path(__file__).parents[2]
-    digest = hashlib.sha256(torch.__version__.encode())
-    for file in sorted(package.rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
 def _read(journal: Path) -> Iterator[dict[str, Any]]:
     if journal.exists():
         for line in journal.read_text().splitlines():
@@ -136,12 +76,12 @@ def _keep(folder: Path, finding: dict[str, Any]) -> None:
     (folder / f"test_{finding['seed']}_{finding['at']}.py").write_text(f'"""{finding["text"]}"""\n\n{finding["test"]}')
 
 
-def _say(count: int, jobs: int, done: dict[int, dict[str, Any]], seconds: float) -> None:
+def _say(count: int, pending: int, done: dict[int, dict[str, Any]], seconds: float) -> None:
     """One line about where the run is."""
     programs = sum(record["programs"] for record in done.values())
     findings = sum(len(record["findings"]) for record in done.values())
-    left = seconds / count * (jobs - count)
-    rate = count * JOB / seconds * 60
+    left = seconds / count * (pending - count)
+    rate = count * jobs.JOB / seconds * 60
     line = f"{programs} programs, {findings} findings, {rate:.0f} a minute, {left / 60:.0f} minutes left"
     print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
 

@@ -8,9 +8,10 @@ failed made to fail, and hypothesis shrinks it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -23,6 +24,10 @@ from fusion_passes.testing.fuzz.graphs import NotTraced, check_graph
 from fusion_passes.testing.fuzz.oracle import Fault
 from fusion_passes.testing.fuzz.program import Program
 
+RUN = 10
+"""Programs of one seed.  With more, hypothesis draws variations of what it has drawn, and half of it is repeated."""
+SEEDS = 1_000_003
+"""Of hypothesis, for one number."""
 TOGETHER = 24
 """Programs that are compiled as one."""
 
@@ -52,17 +57,35 @@ class Outcome:
 
 
 def draw(number: int, count: int, strategy: st.SearchStrategy[Program] | None = None) -> list[Program]:
-    """`count` programs, always the same for one number."""
+    """`count` different programs, always the same for one number."""
+    return [program for program, _, _ in _draw(number, count, strategy)]
+
+
+def drawn_by(number: int, strategy: st.SearchStrategy[Program] | None = None) -> list[Program]:
+    """The programs of one seed of hypothesis, as a finding names them: by its `seed`, and `at`, the place here."""
     drawn: list[Program] = []
 
     @seed(number)
-    @_settings(count, Phase.generate)
+    @_settings(Phase.generate)
     @given(programs() if strategy is None else strategy)
     def collect(program: Program) -> None:
         drawn.append(program)
 
     collect()
     return drawn
+
+
+def _draw(number: int, count: int, strategy: st.SearchStrategy[Program] | None) -> Iterator[tuple[Program, int, int]]:
+    """(program, seed, at) each."""
+    seen: set[tuple[object, ...]] = set()
+    for run in itertools.count():
+        for at, program in enumerate(drawn_by(number * SEEDS + run, strategy)):
+            key = (program.source, program.inputs, program.backend, program.n, program.in_place_writes)
+            if len(seen) == count:
+                return
+            if key not in seen:
+                seen.add(key)
+                yield program, number * SEEDS + run, at
 
 
 def check(program: Program) -> Counter[str]:
@@ -82,7 +105,8 @@ def check(program: Program) -> Counter[str]:
 def run(number: int, count: int, strategy: st.SearchStrategy[Program] | None = None) -> Outcome:
     """Draw and check `count` programs."""
     start = time.perf_counter()
-    drawn = draw(number, count, strategy)
+    origins = list(_draw(number, count, strategy))
+    drawn = [program for program, _, _ in origins]
     outcome = Outcome(programs=len(drawn))
     for program in drawn:
         outcome.features.update(program.features)
@@ -106,21 +130,22 @@ def run(number: int, count: int, strategy: st.SearchStrategy[Program] | None = N
             applied, found = code.check_together([drawn[i] for i in some])
             outcome.applied.update(applied)
             faults += [(some[i], fault) for i, fault in found.items()]
-    outcome.findings = [Finding(drawn[at], fault, number, at) for at, fault in sorted(faults, key=lambda f: f[0])]
+    for index, shown in sorted(faults, key=lambda found: found[0]):
+        program, of_program, at = origins[index]
+        outcome.findings.append(Finding(program, shown, of_program, at))
     outcome.seconds = time.perf_counter() - start
     return outcome
 
 
 def shrink(
     finding: Finding,
-    count: int,
     strategy: st.SearchStrategy[Program] | None = None,
     *,
     limit: int = 400,
     checked: Callable[[Program], object] = check,
 ) -> Finding:
-    """A short program with a fault of the same kind.  count: of programs in the run that found it; limit: of programs
-    that are tried."""
+    """A short program with a fault of the same kind.  strategy: that which drew it.  limit: of programs that are
+    tried."""
     tried: dict[Program, Fault | None] = {}
     best = [finding]
 
@@ -142,7 +167,7 @@ def shrink(
     seen = [0]
 
     @seed(finding.seed)
-    @_settings(count, Phase.generate, Phase.shrink)
+    @_settings(Phase.generate, Phase.shrink)
     @given(programs() if strategy is None else strategy)
     def fails(program: Program) -> None:
         if seen[0] < finding.at + 1:
@@ -160,9 +185,9 @@ def shrink(
     return best[0]
 
 
-def _settings(count: int, *phases: Phase) -> settings:
+def _settings(*phases: Phase) -> settings:
     return settings(
-        max_examples=count,
+        max_examples=RUN,
         phases=phases,
         database=None,
         deadline=None,

@@ -19,6 +19,7 @@ from fusion_passes.config import PassConfig, Profitability
 from fusion_passes.registration import compile as compile_with_passes
 from fusion_passes.report import Report
 from fusion_passes.rule import Level, MatchStatus
+from fusion_passes.testing.fuzz.cpp_kernels import compiled_together
 from fusion_passes.testing.fuzz.oracle import Fault, check_aliases, check_form, check_near, narrowest, same_bits
 from fusion_passes.testing.fuzz.program import Program
 
@@ -163,9 +164,8 @@ def _compiled(function: Callable[..., Any], inputs: tuple[Any, ...], config: Pas
 
     torch._dynamo.reset()
     try:
-        # Compiled kernels are found again by their source: stock and fused have most of them in common.
         no_graph_cache = functorch_config.patch(enable_autograd_cache=False)
-        with no_graph_cache, inductor_config.patch(fx_graph_cache=False):
+        with compiled_together(), no_graph_cache, inductor_config.patch(fx_graph_cache=False):
             run, code = run_and_get_code(lambda: _Run(compile_with_passes(function, config, report=report), inputs))
     finally:
         torch._dynamo.reset()

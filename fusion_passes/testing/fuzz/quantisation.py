@@ -74,12 +74,12 @@ def static(b: Builder, x: str, dtype: str = "") -> str:
         "minimum and maximum": f"torch.maximum(torch.minimum({y}, torch.full((), {limit}, device={y}.device)), "
         f"torch.full((), -{limit}, device={y}.device))",
         "hardtanh": f"F.hardtanh({y}, -{limit}, {limit})",
-        "smaller": f"{y}.clamp(-200.0, 200.0)",
+        "smaller": f"{y}.clamp(-20.0, 20.0)",
         "240": f"{y}.clamp(-240.0, 240.0)",
         "positive": f"{y}.clamp(0.0, {limit})",
         "above": f"{y}.clamp(max={limit})",
         "below": f"{y}.clamp(min=-{limit})",
-        "not the same": f"{y}.clamp(-{limit}, 100.0)",
+        "not the same": f"{y}.clamp(-{limit}, 10.0)",
         "by finfo": f"{y}.clamp(torch.finfo({dtype}).min, torch.finfo({dtype}).max)",
         "none": y,
         "integers": f"{y}.round().clamp(-{limit}, {limit})",
@@ -155,7 +155,7 @@ def group(b: Builder, x: str, size: int = 0) -> str:
         of = b.let(groups)
         scales = b.let(how.format(of), "scales")
         divided = b.choose(f"{of} / {scales}", f"{of} * (1.0 / {scales})", f"{of} * {scales}.reciprocal()")
-        clamped = b.choose(f"({divided}).clamp(-{limit}, {limit})", f"({divided})", f"({divided}).clamp(-200.0, 200.0)")
+        clamped = b.choose(f"({divided}).clamp(-{limit}, {limit})", f"({divided})", f"({divided}).clamp(-100.0, 100.0)")
         codes = b.let(f"{clamped}.to(E4M3)", "codes")
         codes = b.let(b.choose(f"{codes}.flatten(-2)", f"{codes}.view({x}.shape)"), "codes")
         scales = b.let(f"{scales}.squeeze(-1)", "scales") if b.choose(True, False) else scales
