@@ -91,6 +91,7 @@ class Builder:
 
     def returns(self, text: str) -> None:
         """Return one more value."""
+        self._run(text)
         if text not in self.results:
             self.results.append(text)
 

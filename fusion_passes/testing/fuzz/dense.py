@@ -117,10 +117,6 @@ def _operand(b: Builder, s: Shape, heads: int, length: str) -> str:
     return x if not made else b.let(made.format(x))
 
 
-WRONG_HEADS = ("repeat", "index modulo", "concatenation", "expand the wrong way")
-"""Spellings of grouped heads in which a head does not stand next to its copies."""
-
-
 def _repeated(b: Builder, s: Shape, k: str, v: str, *, fused: bool) -> tuple[str, str, str]:
     """key and value with as many heads as the query, and the option that says that they have fewer."""
     if s.group == 1:
@@ -142,7 +138,7 @@ def _repeated(b: Builder, s: Shape, k: str, v: str, *, fused: bool) -> tuple[str
         ways["broadcast"] = "{0}"
         ways["expand one head"] = f"{{0}}.expand(-1, {s.heads}, -1, -1)"
     names = [*["enable_gqa"] * (fused and b.backend != "efficient"), *ways]
-    of_key, _ = b.pick("grouped heads", dict.fromkeys(names), WRONG_HEADS)
+    of_key, _ = b.pick("grouped heads", dict.fromkeys(names))
     if of_key == "enable_gqa":
         return k, v, ", enable_gqa=True"
     of_value = b.choose(*ways) if b.one_in(8) else of_key

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch.fx import Graph, Node
 
-from fusion_passes.graph import argument, aten, calls, is_functionalized, is_tensor, prims, value
+from fusion_passes.graph import aten, calls, is_functionalized, is_tensor, prims, value
 
 PACKAGE = "fusion_passes."
 
@@ -139,10 +139,10 @@ def _repeated_in_any_order(stack: ExitStack) -> None:
 
     def wrong(node: Node) -> Node | None:
         found: Node | None = right(node)
-        if found is not None or not calls(node, aten.reshape.default):
+        if found is not None or not calls(node, aten.reshape.default, aten.repeat.default):
             return found
         source = node
-        for _ in range(3):
+        for _ in range(6):
             source = source.all_input_nodes[0] if source.all_input_nodes else source
             if is_tensor(source) and value(source).ndim == 4 and value(source).shape[1] < value(node).shape[1]:
                 return source
@@ -177,13 +177,6 @@ def _first_output_only(stack: ExitStack) -> None:
 def _negation_ignored(stack: ExitStack) -> None:
     right = _old("idioms.attention_mask:_positive")
     _set(stack, "idioms.attention_mask:_positive", lambda mask, negated: (right(mask, negated)[0], False))
-
-
-def _alpha_ignored(stack: ExitStack) -> None:
-    def wrong(node: Node, position: int, name: str, default: object = None) -> object:
-        return default if name == "alpha" else argument(node, position, name, default)
-
-    _set(stack, "idioms.attention_math:argument", wrong)
 
 
 def _does_nothing(*args: Any, **kwargs: Any) -> None:
@@ -271,10 +264,6 @@ MUTANTS: tuple[Mutant, ...] = (
         _negation_ignored,
     ),
     Mutant("every constant mask is causal", _always("idioms.attention_mask:_constant_kind", "causal")),
-    Mutant(
-        "alpha of an addition is not read",
-        _alpha_ignored,
-    ),
     Mutant("the window is lost", _without_argument("window")),
     Mutant("the soft cap is lost", _without_argument("softcap", 0.0)),
     Mutant("the sinks are lost", _without_argument("sinks")),
