@@ -130,6 +130,7 @@ class Effects:
         self._writes: dict[Node, int] = {}
         self._bits: dict[Node, int] = {}
         self._reads: dict[Node, int] = {}
+        self._copies: list[Node] = []
         self._add(graph.nodes)
 
     def replaced(self, old: Iterable[Node], new: Iterable[Node], results: Iterable[Node]) -> None:
@@ -155,6 +156,8 @@ class Effects:
 
     def _add(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
+            if calls(node, aten.copy_.default) and node not in self._copies:
+                self._copies.append(node)
             for tensor in overwritten(node):
                 bit = self._bits.setdefault(self._root(tensor), 1 << len(self._bits))
                 self._writes[node] = self._writes.get(node, 0) | bit
@@ -237,6 +240,16 @@ class Effects:
                     continue  # a view is the memory itself, and is looked at as such
                 if any(place < use or use in behind for use in self._uses(reader, leaving)):
                     return reader
+        return None
+
+    def copied_onto_itself(self, bits: int) -> Node | None:
+        """A `copy_` to some of this memory of what is computed from it, in one kernel: `s.copy_(s.flip(0))`.  Once a
+        write before it is in place, the kernel reads what it has overwritten; a copy for another reason hides that."""
+        for node in self._copies:
+            onto, source = node.all_input_nodes[:2] if len(node.all_input_nodes) > 1 else (node, node)
+            bit = self._bits.get(self._root(onto), 0) & bits
+            if bit and self._root(source) is not self._root(onto) and self.reads(source) & bit:
+                return node
         return None
 
     def _uses(self, node: Node, leaving: frozenset[Node]) -> Iterator[Node]:

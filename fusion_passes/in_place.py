@@ -60,7 +60,7 @@ def _may_move(moved: list[Node], late: list[Node], write: Node, effects: Effects
             if reads & overwrites or any(effects.writers(reads, write, node)):
                 return False
     # Without the copy, what was pending across the write with it is no longer safe.
-    return effects.pending(overwrites, write, leaving=moved) is None
+    return effects.pending(overwrites, write, leaving=moved) is None and effects.copied_onto_itself(overwrites) is None
 
 
 def _is_alias(node: Node) -> bool:

@@ -154,6 +154,10 @@ def check_order(m: Match, new: Mapping[Node, Node], insertion: Insertion, effect
         raise DeclinedError(
             f"{reader.name} ({target_name(reader)}) reads what the fused op overwrites, and may be computed after it"
         )
+    if overwrites and (copy := effects.copied_onto_itself(overwrites)) is not None:
+        raise DeclinedError(
+            f"{copy.name} ({target_name(copy)}) overwrites what the fused op writes to by what is computed from it"
+        )
 
 
 def _written_between(nodes: Iterable[Node], first: Node, last: Node, m: Match, effects: Effects) -> Node | None:

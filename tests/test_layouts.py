@@ -155,7 +155,7 @@ OF_QUERIES = {
 """Of [batch, heads, head size, length]; each makes [batch, heads, length, head size]."""
 REFUSED_BY_TORCH_ON_CUDA = ("an expanded input", "stride 0 in the last dimension", "sliced with an odd offset")
 """torch's own attention raises there in eager mode: "query is not correctly aligned"."""
-LAYOUTS = {
+OF_DEVICE = {
     "cpu": [*OF_QUERIES.values()],
     "cuda": [lay_out for name, lay_out in OF_QUERIES.items() if name not in REFUSED_BY_TORCH_ON_CUDA],
 }
@@ -170,7 +170,7 @@ def test_attention_with_any_layout_of_its_inputs(device, of):
 
     def attend(x, key, value, s, *, dtype=torch.bfloat16):
         outputs = []
-        for lay_out in LAYOUTS[device]:
+        for lay_out in OF_DEVICE[device]:
             others = lay_out if of == "all" else lambda x: x.transpose(-1, -2).contiguous()
             q, k, v = lay_out(x).to(dtype), others(key).to(dtype), others(value).to(dtype)
             out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)

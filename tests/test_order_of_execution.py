@@ -113,6 +113,14 @@ def written_by_what_was_read(x):
     return (y + 1).relu()
 
 
+def copied_onto_itself(x):
+    add_one(x)
+    sums = row_sums(x)
+    add_one(x)
+    x.copy_(x.flip(0))
+    return sums * 3
+
+
 def attention():
     q, k, v = torch.randn(3, 1, 4, 16, 32).unbind(0)
     return q, k, v, torch.tensor(0.02), torch.eye(16) + (torch.rand(16, 16) > 0.5).float()
@@ -203,6 +211,7 @@ def attention_over_a_cache_that_is_written_later(q, k, v, cos, sin, key, value, 
 PROGRAMS = {
     **dict.fromkeys((pointwise, chain, view, of_a_view_that_is_written, reduction, twice, kernel), state),
     **dict.fromkeys((kernel_beside_a_pointwise_read, kernel_of_a_pointwise_read, written_by_what_was_read), state),
+    copied_onto_itself: state,
     another_tensor_on_the_way: lambda: (*state(), torch.ones(3, 4)),
     **dict.fromkeys((mask_of_a_state, query_of_a_state, value_itself, scale_is_written_before), attention),
     written_before_the_attention: attention,

@@ -357,9 +357,7 @@ class _Math:
             path.append(node)
             node = following
         expanded = next((n for n in (*path, node) if calls(n, aten.expand.default) and not is_noop(n)), None)
-        if expanded is not None and (
-            not best or (name == "query" and _widened(expanded.all_input_nodes[0]) is not None)
-        ):
+        if expanded is not None and (not best or (name == "query" and _is_wider_copy(expanded.all_input_nodes[0]))):
             source = shape_of(expanded.all_input_nodes[0])
             raise Unread(
                 node,
@@ -409,6 +407,13 @@ def _judged_rows(node: Node, passed: set[Node]) -> Node | None:
 def _widened(node: Node) -> Node | None:
     """What `node` is an exact cast of, or None."""
     return node.all_input_nodes[0] if is_exact_cast(node) and not is_noop(node) else None
+
+
+def _is_wider_copy(node: Node) -> bool:
+    """True for an exact cast to a wider dtype, scaled or not: math attention computes 16-bit tensors in fp32."""
+    while (scaled := _scaled(node)) is not None:
+        node = scaled[0]
+    return _widened(node) is not None
 
 
 def _scaled(node: Node) -> tuple[Node, float] | None:

@@ -294,7 +294,7 @@ DECLINED = (
     declined("scales of at most 0.1", r"at most 0\.1", lambda x: in_groups(x, prepare=lambda s: s.clamp(max=0.1))),
     declined("two heads in a group", r"do not divide a head", lambda x: in_groups(x, 2 * HEAD_DIM)),
     declined("heads last", r"transposed", in_groups, views=lambda x: x.transpose(1, 2).flatten(1)),
-    declined("magnitudes used too", r"is also read by", magnitudes_too, place=True),
+    declined("magnitudes used too", r"is returned too", magnitudes_too, place=True),
     declined("per token", r"do not divide a head|per-token", lambda x: in_groups(x, HEADS * HEAD_DIM)),
 )
 

@@ -522,6 +522,19 @@ def all_rotated(q, k, v, cos, sin, key_cache, value_cache, slots, scale):
     return saturate(q / scale)
 
 
+def old_values_used_later(q, k, v, cos, sin, key_cache, value_cache, slots, scale):
+    turn, old = SPELLINGS["halves"], key_cache.float()
+    kv_cache_write(turn(k, cos, sin), v, key_cache, value_cache, slots, scale, scale)
+    return old.sum(-1), saturate(turn(q, cos, sin).float() / scale), old * 2
+
+
+def cache_turned_around(q, k, v, cos, sin, key_cache, value_cache, slots, scale):
+    turn = SPELLINGS["halves"]
+    kv_cache_write(turn(k, cos, sin), v, key_cache, value_cache, slots, scale, scale)
+    key_cache.copy_(key_cache.flip(0))
+    return saturate(turn(q, cos, sin).float() / scale)
+
+
 def query_of_the_cache(q, k, v, cos, sin, key_cache, value_cache, slots, scale):
     turn = SPELLINGS["halves"]
     kv_cache_write(turn(k, cos, sin), v, key_cache, value_cache, slots, scale, scale)
@@ -603,6 +616,44 @@ def own(replace, fn=lambda x, y: F.silu(x) * y, *inputs, **options):
     return cpu(fn, *(inputs or (torch.randn(4, 8), torch.randn(4, 8))), config=config, **options)
 
 
+def other_rows_emptied(q, k, v):
+    """Without keepdim the rows that are judged become columns."""
+    s = scores(q, k).float()
+    empty = (s == -torch.inf).all(-1)
+    return torch.where(empty, 0.0, torch.softmax(s, -1)).to(v.dtype) @ v
+
+
+def refused(search=lambda x, y: F.silu(x) * y, replace=lambda x, y: F.silu(x) * y, examples=None):
+    """What is said where a rule is made."""
+    examples = torch.empty(2, 4, 8) if examples is None else examples
+    given = tuple(examples.unbind()) if isinstance(examples, torch.Tensor) else examples
+    try:
+        TracedRule(name="own", search=search, replace=replace, example_inputs=given)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("it is taken")
+
+
+def of_number(fn, example):
+    """A rule with a number among its parameters, where the graph has something else."""
+    x = torch.empty(4, 8)
+    rule = TracedRule(
+        name="own", search=lambda x, a: F.silu(x) * a, replace=lambda x, a: x * a, example_inputs=(x, example)
+    )
+    config = PassConfig(extra_fusions=(rule,), profitability="ignore")
+    return cpu(fn, torch.randn(4, 8), torch.randn(4, 8), config=config)
+
+
+def half_place(replace, search=lambda x, y: F.silu(x) * y, dtype=torch.float16):
+    """A place in fp16, or another dtype, of a rule with bf16 examples."""
+    rule = TracedRule(
+        name="own", search=search, replace=replace,
+        example_inputs=tuple(torch.empty(2, 4, 8, dtype=torch.bfloat16).unbind()),
+    )  # fmt: skip
+    config = PassConfig(extra_fusions=(rule,), profitability="ignore")
+    return cpu(search, *torch.randn(2, 4, 8).to(dtype), config=config)
+
+
 def added_with_a_factor():
     rule = TracedRule(
         name="own", search=lambda x, y: F.silu(x) + y, replace=lambda x, y: x - y,
@@ -665,13 +716,33 @@ RULES: tuple[Shown, ...] = (
     ("the graph writes to the cache in place already, so its order is not to be read from it", write_node),
     ("key is no tensor of this graph", lambda: write_node(FUNCTIONALIZED, key=None)),
     ("what it returns is used in an unusual way", lambda: write_node(FUNCTIONALIZED, twice=True)),
-    ("own: replace returns one of its inputs", lambda: own(lambda x, y: x)),
-    ("the graph says more than the pattern: aten.add.Tensor(alpha=2)", added_with_a_factor),
+    ("aten.add.Tensor has alpha=2, search 1", added_with_a_factor),
+    ("a is … here, …, and a number in example_inputs", lambda: of_number(lambda x, y: F.silu(x) * y, 2.5)),
+    ("a is 2.5 here, and 2 in example_inputs: another type", lambda: of_number(lambda x, y: F.silu(x) * 2.5, 2)),
+    ("x is float32 here and bfloat16 in example_inputs: make a rule with such examples",
+     lambda: half_place(lambda x, y: x * y, dtype=torch.float32)),
+    ("looks like attention, but where empties other rows than those that it judges",
+     lambda: dense(attend=other_rows_emptied, operands=[torch.randn(1, 4, 4, 16).bfloat16() for _ in range(3)])),
+    ("a bound broadcasts the tensor from … to …",
+     lambda: dense(lambda o, s: torch.minimum(flat(o).float() / s, torch.full((5, 1, 1, 1), 448.0)).to(E4M3))),
+    ("clamps to 447.5, which is no whole number, before it rounds to whole numbers",
+     lambda: dense(lambda o, s: (flat(o).float() / s).clamp(-447.5, 447.5).round().to(E4M3))),
+    ("own: replace returns its parameter x: write clone()", lambda: refused(replace=lambda x, y: x)),
+    ("example_inputs must be a tuple with one example for each parameter, got a int", lambda: refused(examples=3)),
+    ("replace must be a function, got 3", lambda: refused(replace=3)),
+    ("search must name its parameters, without * and **", lambda: refused(search=lambda *x: x[0])),
+    ("search and replace must take the same parameters, ['x', 'y']", lambda: refused(replace=lambda a, b: a * b)),
+    ("search takes ['x', 'y'], got 3 example inputs", lambda: refused(examples=torch.empty(3, 4, 8))),
+    ("the example of y must be a tensor or a finite number, got 'y'",
+     lambda: refused(examples=(torch.empty(4, 8), "y"))),
+    ("search ignores ['y'], so it could never be told what they are", lambda: refused(search=lambda x, y: F.silu(x) * 2)),
+    ("on the example inputs search gives float32 [4, 8] on cpu, replace gives float64 [4, 8] on cpu: they must give the "
+     "same", lambda: refused(replace=lambda x, y: (x * y).double())),
     ("y is 2.0 here, not a tensor", lambda: own(lambda x, y: x * y, lambda x: F.silu(x) * 2.0, torch.randn(4, 8))),
-    ("the replacement gives torch.float64 on cpu, the graph has torch.float32 on cpu",
-     lambda: own(lambda x, y: (x * y).double())),
-    ("the replacement has shape (8, 4) and strides (1, 8), the graph (4, 8) and (8, 1)",
-     lambda: own(lambda x, y: (x * y).t())),
+    ("the replacement gives torch.bfloat16 on cpu, the graph has torch.float16 on cpu",
+     lambda: half_place(lambda x, y: (x * y).bfloat16())),
+    ("the replacement has shape (4, 8) and strides (1, 4), the graph (4, 8) and (8, 1)",
+     lambda: own(lambda x, y: (x * y).t().contiguous().t())),
     ("cos_default is computed after sin_default", lambda: raised(insertion_of_a_later_node)),
     ("this graph carries no fake tensors, so shapes cannot be checked", lambda: raised(insertion_without_fakes)),
     ("… (aten.sym_size.int) asks for a size of …, which the fusion removes, and no input of the fusion has that size",
@@ -679,6 +750,10 @@ RULES: tuple[Shown, ...] = (
     ("… (aten.mul_.Scalar) writes to an input between … and …", written_to),
     ("… (…) is made of one output and needed for another: the fused op computes all at once",
      lambda: step(whole=query_of_the_cache)),
+    ("… (prims.convert_element_type.default) reads what the fused op overwrites, and may be computed after it",
+     lambda: step(whole=old_values_used_later)),
+    ("… (aten.copy_.default) overwrites what the fused op writes to by what is computed from it",
+     lambda: step(whole=cache_turned_around)),
     ("the kernel was not measured on a card", lambda: judge([], 8, "the kernel", "a card", "tokens").why),
     ("the number of tokens is symbolic and has no example, so no measurement can be looked up",
      lambda: judge([Measurement(8, 1.2)], None, "the kernel", "a card", "tokens").why),
@@ -766,6 +841,8 @@ NOT_SHOWN = {
     ("idioms/attention_math.py", "looks like attention of {}, {} and {}"),
     ("idioms/group_quantize.py", "quantises {}, which is not a high-precision floating-point tensor"),
     ("idioms/quantize.py", "the scale, {}, is not a tensor"),
+    ("idioms/quantize.py", "{} is called with {}, which is not read"),
+    ("fusions/query_quant.py", "the op is called with {}, which is not read"),
     ("idioms/quantize.py", "quantises {}, which is not a high-precision floating-point tensor"),
     (
         "idioms/quantize.py",
@@ -773,9 +850,8 @@ NOT_SHOWN = {
     ),
     ("idioms/quantize.py", "the range of {} is not constant"),
     ("idioms/rope.py", "the columns of {} are not in the order of the dimensions of x"),
-    ("matcher.py", "{}: replace closes over a tensor; pass it as a parameter"),
+    ("matcher.py", "search cannot be traced on these tensors: {}: {}"),
     ("ops/attention_quant.py", "{} needs addresses that are multiples of {} bytes"),
-    ("ops/attention_quant.py", "{} could not be imported"),
     ("rewrite.py", "{} ({}) is one output and needed for another: the fused op computes all at once"),
     (
         "rewrite.py",
