@@ -735,9 +735,10 @@ RULES: tuple[Shown, ...] = (
     ("search takes ['x', 'y'], got 3 example inputs", lambda: refused(examples=torch.empty(3, 4, 8))),
     ("the example of y must be a tensor or a finite number, got 'y'",
      lambda: refused(examples=(torch.empty(4, 8), "y"))),
-    ("search ignores ['y'], so it could never be told what they are", lambda: refused(search=lambda x, y: F.silu(x) * 2)),
-    ("on the example inputs search gives float32 [4, 8] on cpu, replace gives float64 [4, 8] on cpu: they must give the "
-     "same", lambda: refused(replace=lambda x, y: (x * y).double())),
+    ("search ignores ['y'], so it could never be told what they are",
+     lambda: refused(search=lambda x, y: F.silu(x) * 2)),
+    ("on the example inputs search gives float32 [4, 8] on cpu, replace gives float64 [4, 8] on cpu: they must give "
+     "the same", lambda: refused(replace=lambda x, y: (x * y).double())),
     ("y is 2.0 here, not a tensor", lambda: own(lambda x, y: x * y, lambda x: F.silu(x) * 2.0, torch.randn(4, 8))),
     ("the replacement gives torch.bfloat16 on cpu, the graph has torch.float16 on cpu",
      lambda: half_place(lambda x, y: (x * y).bfloat16())),

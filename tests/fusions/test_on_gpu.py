@@ -19,6 +19,15 @@ TOKENS = (7, 1, 256, 533)
 POISON = (2**12, 2**16, 2**20, 2**24, 2**26)
 """Bytes of blocks that are filled with NaN and freed: what the allocator hands out next."""
 
+
+@pytest.fixture(autouse=True)
+def _products_as_they_are():
+    """Whether Inductor pads a matrix product of odd sizes is decided by a measurement, so it differs from run to run;
+    attention by hand with padded products is not read, and its near miss says so."""
+    with torch._inductor.config.patch(shape_padding=False):
+        yield
+
+
 on_gpu = each(lambda case: case.fuses and case.cuda)
 
 
