@@ -49,10 +49,11 @@ class Builder:
         return name, options[name]
 
     def pick(self, kind: str, options: Mapping[str, T], rare: Collection[str] = ()) -> tuple[str, T]:
-        """One of the options, which is counted; one of the rare ones once in ten times: (its name, its value)."""
+        """One of the options, which is counted: (its name, its value).  One of the rare ones comes once in ten times,
+        and in a program that writes once in forty: there are fewer of those."""
         seldom = [name for name in options if name in rare]
         often = [name for name in options if name not in rare]
-        name = self.choose(*(seldom if seldom and self.one_in(10) else often))
+        name = self.choose(*(seldom if seldom and self.one_in(40 if self.writing else 10) else often))
         self.note(kind, name)
         return name, options[name]
 

@@ -31,7 +31,9 @@ class Shape:
 def attention(b: Builder) -> str:
     """An attention's output: a variable [batch, heads, queries, head_dim]."""
     fused = b.feature("attention", sdpa=True, spelled_out=False)[1]
-    if b.is_dynamic:
+    if b.writing:
+        b.backend = "cpu"
+    elif b.is_dynamic:
         b.backend = b.choose("cpu", "flash", "efficient") if fused else "cpu"
     else:
         b.backend = b.choose("cpu", "cudnn", "flash", "efficient", "cpu", *["math"] * (not fused))

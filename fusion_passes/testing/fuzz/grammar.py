@@ -39,7 +39,7 @@ def pure_programs(draw: Draw) -> Program:
 def writing_programs(draw: Draw) -> Program:
     """Programs that write to an input or to what they have made: an op of the user's, in place, a KV cache."""
     b = Builder(draw, n=Program.n, writes=True, dynamic=False)
-    kind = b.choose("state", "state", "state", "cache", "attention", "layer")
+    kind = b.choose("state", "state", "cache", "attention", "attention", "layer")
     b.note("program", f"writes, {kind}")
     writes.watch(b)
     if kind == "state":
@@ -50,7 +50,6 @@ def writing_programs(draw: Draw) -> Program:
         writes.layer(b)
     else:
         _attention_and_codes(b)
-        b.backend = "cpu"
     writes.finish(b)
     if b.one_in(4):
         surroundings(b)

@@ -9,6 +9,9 @@ from fusion_passes.testing.fuzz.mutants import Mutant
 from fusion_passes.testing.fuzz.oracle import Fault
 from fusion_passes.testing.fuzz.program import Program
 
+COMPILED = 480
+"""Programs that are compiled for one planted bug, at most."""
+
 
 class Drawn:
     """Programs of one seed.  Stock's graph of each is made once, for all mutants."""
@@ -37,7 +40,7 @@ class Drawn:
         return None
 
     def _until_compiled(self, mutant: Mutant, limit: int) -> int | None:
-        programs = [program for program in self._drawn(True, min(limit, 240)) if program.in_place_writes]
+        programs = [program for program in self._drawn(True, min(limit, COMPILED)) if program.in_place_writes]
         for first in range(0, len(programs), campaign.TOGETHER):
             some = programs[first : first + campaign.TOGETHER]
             with mutant.planted():
