@@ -15,26 +15,27 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fusion_passes import ops as ops
-from fusion_passes.config import PassConfig, Profitability, Switch
-from fusion_passes.report import GraphReport, Miss, Report, RequiredFusionError, Site
-from fusion_passes.rule import DeclinedError, Level, Match, MatchStatus, Rule
+from fusion_passes.compiler.config import PassConfig, Profitability, Switch
+from fusion_passes.compiler.report import GraphReport, Miss, Report, RequiredFusionError, Site
+from fusion_passes.fusions.rule import Level, MatchStatus, Rule
+from fusion_passes.graph.match import DeclinedError, Match
 
 if TYPE_CHECKING:
-    from fusion_passes.explanation import Explanation, explain
-    from fusion_passes.manager import PostGradPassManager
-    from fusion_passes.matcher import TracedRule
-    from fusion_passes.registration import compile, disable, enable, enabled, inductor_options  # noqa: A004
+    from fusion_passes.compiler.manager import PostGradPassManager
+    from fusion_passes.compiler.registration import compile, disable, enable, enabled, inductor_options  # noqa: A004
+    from fusion_passes.fusions.traced.matcher import TracedRule
+    from fusion_passes.tools.explain import Explanation, explain
 
 _LAZY = {
-    "Explanation": "explanation",
-    "PostGradPassManager": "manager",
-    "TracedRule": "matcher",
-    "compile": "registration",
-    "disable": "registration",
-    "enable": "registration",
-    "enabled": "registration",
-    "explain": "explanation",
-    "inductor_options": "registration",
+    "Explanation": "tools.explain",
+    "PostGradPassManager": "compiler.manager",
+    "TracedRule": "fusions.traced.matcher",
+    "compile": "compiler.registration",
+    "disable": "compiler.registration",
+    "enable": "compiler.registration",
+    "enabled": "compiler.registration",
+    "explain": "tools.explain",
+    "inductor_options": "compiler.registration",
 }
 
 __all__ = [

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fusion_passes.config import ENV_PREFIX, PassConfig, Profitability
-from fusion_passes.fusions import FUSIONS
-from fusion_passes.table import paragraph, table
+from fusion_passes.compiler.config import ENV_PREFIX, PassConfig, Profitability
+from fusion_passes.fusions.builtin import FUSIONS
+from fusion_passes.tools.table import paragraph, table
 
 EPILOG = """\
 exit status: 0; 1 where a required fusion was applied nowhere (explain) or something must be done (doctor);
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from fusion_passes import inductor
+    from fusion_passes.compiler import inductor
 
     try:
         inductor.check_torch()
@@ -119,7 +119,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         )
         print(paragraph(note, indent=0) + "\n", file=sys.stderr if arguments.json else sys.stdout, flush=True)
 
-    from fusion_passes.explanation import explain
+    from fusion_passes.tools.explain import explain
 
     try:
         explanation = explain(model, *args, kwargs=kwargs, config=config)
@@ -238,7 +238,7 @@ def _told(error: BaseException, file: Path) -> str:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from fusion_passes import machine
+    from fusion_passes.tools import doctor as machine
 
     rows, kernels = [], []
     for rule in FUSIONS:
@@ -265,7 +265,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from fusion_passes import machine
+    from fusion_passes.tools import doctor as machine
 
     findings = machine.examine()
     rows = []

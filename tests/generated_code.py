@@ -20,7 +20,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import fusion_passes
 from fusion_passes import PassConfig, PostGradPassManager, Report, testing
-from fusion_passes.inductor import HOOK
+from fusion_passes.compiler.inductor import HOOK
 
 H200 = {
     "major": 9,
@@ -68,7 +68,7 @@ def triton_code(fn, *inputs, config: PassConfig) -> str:
             stack.enter_context(context)
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)
         record_original_output_strides(module)
-        with inductor_config.patch({HOOK: fusion_passes.inductor.hook_value([manager])}):
+        with inductor_config.patch({HOOK: fusion_passes.compiler.inductor.hook_value([manager])}):
             post_grad_passes(module, True)
         lowering = GraphLowering(module, example_inputs=fakes, is_inference=True)
         stack.enter_context(V.set_graph_handler(lowering))

@@ -5,7 +5,7 @@ import torch
 
 import fusion_passes
 from fusion_passes import MatchStatus, PassConfig, PostGradPassManager, Report
-from fusion_passes.inductor import HOOK
+from fusion_passes.compiler.inductor import HOOK
 from fusion_passes.ops import kv_cache
 from tests.traced_rules import relu_squared_rule, unfused
 

@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 
 import fusion_passes
-from fusion_passes import PassConfig, PostGradPassManager, Rule, TracedRule, cache_key
-from fusion_passes.cache_key import code, origin, reach
+from fusion_passes import PassConfig, PostGradPassManager, Rule, TracedRule
+from fusion_passes.compiler import cache_key
+from fusion_passes.compiler.cache_key import code, origin, reach
 
 ROOT = Path(__file__).parents[1]
 START = """
@@ -232,7 +233,7 @@ SAME: dict[str, tuple[str, dict[str, str]]] = {
 PROGRAM = """
 import importlib, json, logging, sys
 import fusion_passes
-from fusion_passes.cache_key import reach
+from fusion_passes.compiler.cache_key import reach
 keys = {}
 for name in json.loads(sys.argv[1]):
     rule = importlib.import_module(name).RULE

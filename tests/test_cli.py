@@ -11,11 +11,11 @@ import torch
 from expecttest import assert_expected_inline
 
 from fusion_passes import __main__ as command_line
-from fusion_passes import machine
 from fusion_passes.__main__ import main
-from fusion_passes.fusions import FUSIONS
 from fusion_passes.fusions.attention_quant import AttentionQuant
-from fusion_passes.table import table
+from fusion_passes.fusions.builtin import FUSIONS
+from fusion_passes.tools import doctor as machine
+from fusion_passes.tools.table import table
 
 ROOT = Path(__file__).parents[1]
 BUILD = """

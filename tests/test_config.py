@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from fusion_passes import Level, PassConfig, Profitability, Rule, Switch
-from fusion_passes.config import SWITCHES
-from fusion_passes.fusions import FUSIONS
+from fusion_passes.compiler.config import SWITCHES
+from fusion_passes.fusions.builtin import FUSIONS
 
 
 class Nothing(Rule):

@@ -10,7 +10,7 @@ import torch
 
 import fusion_passes
 from fusion_passes import PassConfig
-from fusion_passes.debug import GraphDump, readable
+from fusion_passes.compiler.debug import GraphDump, readable
 from tests.traced_rules import relu_squared_rule, unfused
 
 ROOT = Path(__file__).parents[1]

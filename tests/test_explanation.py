@@ -10,12 +10,12 @@ from torch import nn
 
 import fusion_passes
 from fusion_passes import PassConfig
-from fusion_passes.comparison import compare
-from fusion_passes.explanation import Accuracy
-from fusion_passes.fusions import FUSIONS
-from fusion_passes.inductor import HOOK
+from fusion_passes.compiler.inductor import HOOK
+from fusion_passes.fusions.builtin import FUSIONS
 from fusion_passes.models.attention_fp8_static_quant import AttentionFp8StaticQuantPatternModel
-from fusion_passes.places import merged_names, shorten_path, split_place
+from fusion_passes.tools.compare import compare
+from fusion_passes.tools.explain import Accuracy
+from fusion_passes.tools.places import merged_names, shorten_path, split_place
 from tests.traced_rules import CALLS, relu_squared_rule, unfused
 
 FP8 = torch.float8_e4m3fn

@@ -42,7 +42,7 @@ def cache(monkeypatch):
     for config, name in ((inductor_config, "fx_graph_cache"), (torch._functorch.config, "enable_autograd_cache")):
         monkeypatch.setattr(config._config[name], "env_value_force", True)
     with fresh_cache():
-        assert fusion_passes.inductor.reports_dir() is not None
+        assert fusion_passes.compiler.inductor.reports_dir() is not None
         yield
 
 
@@ -82,7 +82,7 @@ def test_a_cached_graph_warns_of_what_was_asked_for(cache, caplog):
 
 def test_what_was_applied_is_known_without_the_reports_folder(cache):
     call(fusion_passes.compile(model, APPLIED))
-    folder = fusion_passes.inductor.reports_dir()
+    folder = fusion_passes.compiler.inductor.reports_dir()
     assert list(folder.iterdir())
     shutil.rmtree(folder)
     report = Report()
@@ -99,7 +99,7 @@ def test_what_was_applied_is_known_without_the_reports_folder(cache):
 
 def test_what_was_declined_is_known_without_the_reports_folder(cache):
     call(fusion_passes.compile(model))
-    shutil.rmtree(fusion_passes.inductor.reports_dir())
+    shutil.rmtree(fusion_passes.compiler.inductor.reports_dir())
     report = Report()
     call(fusion_passes.compile(model, report=report))
     assert report.count(MatchStatus.UNPROFITABLE, "attention_quant") == 1
@@ -121,7 +121,7 @@ def test_what_was_applied_is_known_where_artifacts_are_loaded(cache):
 
 
 def test_a_reports_folder_that_cannot_be_written_is_a_warning(cache, caplog):
-    fusion_passes.inductor.reports_dir().write_text("a file where the folder should be")
+    fusion_passes.compiler.inductor.reports_dir().write_text("a file where the folder should be")
     with caplog.at_level("WARNING", "fusion_passes"):
         call(fusion_passes.compile(model, APPLIED))
         call(fusion_passes.compile(model, APPLIED))  # from the cache
@@ -198,7 +198,7 @@ def test_a_compilation_that_failed_leaves_nothing_unknown(cache):
     def fails(graph):
         raise ZeroDivisionError
 
-    class Failing(fusion_passes.inductor.CustomGraphPass):
+    class Failing(fusion_passes.compiler.inductor.CustomGraphPass):
         __call__ = staticmethod(fails)
 
         def uuid(self):

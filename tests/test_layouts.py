@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import fusion_passes
 from fusion_passes import Match, PassConfig, PostGradPassManager, Report, Rule, testing
-from fusion_passes.graph import value
+from fusion_passes.graph.read import value
 from fusion_passes.quant import quantize
 from tests.fusions.accuracy import check
 from tests.fusions.cases import first_of_each, op_of

@@ -190,7 +190,7 @@ def test_a_replacement_that_raises_is_declined_and_leaves_the_graph(monkeypatch)
         return fused(x)
 
     rule = TracedRule(name="broken", search=unfused, replace=broken, example_inputs=(torch.empty(4, 8),))
-    monkeypatch.setattr("fusion_passes.manager.log.warning", lambda *_, **__: None)
+    monkeypatch.setattr("fusion_passes.compiler.manager.log.warning", lambda *_, **__: None)
     (site,) = captured(unfused, torch.randn(3, 8), rule=rule).sites
     assert site.reason == "the rule failed: OSError: no such file"
 
@@ -212,10 +212,10 @@ def test_a_write_between_the_preparation_of_an_input_and_its_use_is_declined():
     """The replacement reads the scale itself where the graph had read it before: an in-place change lies between."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from fusion_passes.effects import Effects
-    from fusion_passes.inductor import may_inline
-    from fusion_passes.rewrite import Insertion, check_order
-    from fusion_passes.rule import DeclinedError, Match
+    from fusion_passes.compiler.inductor import may_inline
+    from fusion_passes.graph.effects import Effects
+    from fusion_passes.graph.match import DeclinedError, Match
+    from fusion_passes.graph.rewrite import Insertion, check_order
 
     def graph_of(x, scale):
         inverse = torch.reciprocal(scale)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 import fusion_passes
 from fusion_passes import MatchStatus, PassConfig, Report
-from fusion_passes.effects import Effects, memory
-from fusion_passes.inductor import may_inline
+from fusion_passes.compiler.inductor import may_inline
+from fusion_passes.graph.effects import Effects, memory
 from fusion_passes.ops import kv_cache_write, paged_attention
 from fusion_passes.quant import quantize
 from fusion_passes.testing import capture

@@ -9,7 +9,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import fusion_passes
 from fusion_passes import PassConfig, PostGradPassManager, Report, RequiredFusionError, TracedRule
-from fusion_passes.inductor import HOOK, PassChain, hook_value, passes_in
+from fusion_passes.compiler.inductor import HOOK, PassChain, hook_value, passes_in
 from tests.traced_rules import CALLS, relu_squared_rule, unfused
 
 CONFIG = PassConfig(extra_fusions=(relu_squared_rule(),))

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 
 from fusion_passes import Match, PassConfig, Rule, testing
-from fusion_passes.graph import find_calls
-from fusion_passes.manager import PostGradPassManager
+from fusion_passes.compiler.manager import PostGradPassManager
+from fusion_passes.graph.read import find_calls
 
 aten = torch.ops.aten
 

@@ -10,8 +10,9 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import fusion_passes
-from fusion_passes import PassConfig, Report, inductor
-from fusion_passes.inductor import HOOK, PassChain, passes_in
+from fusion_passes import PassConfig, Report
+from fusion_passes.compiler import inductor
+from fusion_passes.compiler.inductor import HOOK, PassChain, passes_in
 from tests.traced_rules import relu_squared_rule, unfused
 
 CONFIG = PassConfig(extra_fusions=(relu_squared_rule(),))

@@ -1,10 +1,1 @@
-"""The fusions, in the order in which they are tried: what opens a graph for others, then the most specific first."""
-
-from typing import Any
-
-from fusion_passes.fusions.attention_quant import AttentionQuant
-from fusion_passes.fusions.query_quant import QueryQuant
-from fusion_passes.fusions.rope_quant_kv_write import RopeQuantKVWrite
-from fusion_passes.rule import Rule
-
-FUSIONS: tuple[Rule[Any], ...] = (QueryQuant(), RopeQuantKVWrite(), AttentionQuant())
+"""Fusions: what a rule is (`rule`), the library's own, one file each (`builtin` has their order), and `traced` ones."""

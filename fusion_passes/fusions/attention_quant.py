@@ -22,7 +22,9 @@ from torch.fx import Node
 
 from fusion_passes.fusions.output_quant import OutputQuantMatch, check_static
 from fusion_passes.fusions.paged_attention_quant import paged, paged_groups
-from fusion_passes.graph import (
+from fusion_passes.fusions.rule import Rule
+from fusion_passes.graph.match import Call
+from fusion_passes.graph.read import (
     aten,
     calls,
     following_views,
@@ -34,6 +36,8 @@ from fusion_passes.graph import (
     through_views,
     value,
 )
+from fusion_passes.graph.symbolic import known
+from fusion_passes.graph.views import best_layout, replay
 from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.attention import Attention
 from fusion_passes.idioms.group_quantize import OPAQUE as DYNAMIC
@@ -60,9 +64,6 @@ from fusion_passes.ops.attention_quant import (
     why_unsupported,
 )
 from fusion_passes.quant import FP8_DTYPES, dtype_name
-from fusion_passes.rule import Call, Rule
-from fusion_passes.symbolic import known
-from fusion_passes.views import best_layout, replay
 
 
 @dataclass(frozen=True, eq=False)

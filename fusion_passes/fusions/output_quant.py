@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fusion_passes.graph import value
+from fusion_passes.graph.match import Call, Match
+from fusion_passes.graph.read import value
 from fusion_passes.idioms.quantize import Quantize
 from fusion_passes.quant import dtype_name, max_value
-from fusion_passes.rule import Call, Match
 
 
 @dataclass(frozen=True, eq=False)

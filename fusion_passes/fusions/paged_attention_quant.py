@@ -21,16 +21,16 @@ import torch
 from torch.fx import Node
 
 from fusion_passes.fusions.output_quant import OutputQuantMatch, check_static
-from fusion_passes.graph import aten, following_views, keeps_order, through_views, value
+from fusion_passes.graph.match import Call
+from fusion_passes.graph.read import aten, following_views, keeps_order, through_views, value
+from fusion_passes.graph.symbolic import known
+from fusion_passes.graph.views import replay
 from fusion_passes.idioms import Idioms
 from fusion_passes.idioms.group_quantize import GroupQuantize
 from fusion_passes.idioms.paged_attention import PagedAttention
 from fusion_passes.idioms.quantize import Quantize
 from fusion_passes.measured.paged_attention_quant import verdict as measured_verdict
 from fusion_passes.quant import FP8_DTYPES, SMALLEST_SCALE, dtype_name, max_value
-from fusion_passes.rule import Call
-from fusion_passes.symbolic import known
-from fusion_passes.views import replay
 
 ROUNDING = 1e-6
 """Of a bound that is computed from constants."""

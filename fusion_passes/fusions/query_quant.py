@@ -20,7 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusion_passes.graph import (
+from fusion_passes.fusions.rule import Rule
+from fusion_passes.graph.match import Call, Match
+from fusion_passes.graph.read import (
     aten,
     calls,
     is_contiguous,
@@ -31,14 +33,13 @@ from fusion_passes.graph import (
     through_views,
     value,
 )
+from fusion_passes.graph.symbolic import known
 from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.opaque import OPAQUE, OpaqueOp
 from fusion_passes.idioms.paged_attention import PagedAttention
 from fusion_passes.idioms.reading import is_high_precision, made_by, op_call, op_name
 from fusion_passes.measured.query_quant import verdict as measured_verdict
 from fusion_passes.quant import FP8_DTYPES, dtype_name, max_value
-from fusion_passes.rule import Call, Match, Rule
-from fusion_passes.symbolic import known
 
 KNOWN = ("aten.", "prims.", "fusion_passes.")
 """What the name of an op starts with whose results are no secret."""

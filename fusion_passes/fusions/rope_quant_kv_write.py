@@ -28,7 +28,9 @@ from torch._guards import detect_fake_mode
 from torch.fx import Node
 
 from fusion_passes.fusions.output_quant import check_static
-from fusion_passes.graph import (
+from fusion_passes.fusions.rule import Rule
+from fusion_passes.graph.match import Call, Match
+from fusion_passes.graph.read import (
     COPIES,
     SPLITS,
     aten,
@@ -43,6 +45,8 @@ from fusion_passes.graph import (
     through_views,
     value,
 )
+from fusion_passes.graph.symbolic import fixed, known
+from fusion_passes.graph.views import applied, cost, replay
 from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.kv_cache import KVCacheWrite
 from fusion_passes.idioms.quantize import Quantize
@@ -52,9 +56,6 @@ from fusion_passes.measured.rope_quant_kv_write import verdict as measured_verdi
 from fusion_passes.ops.kv_cache import HIGH_PRECISION_DTYPES
 from fusion_passes.ops.kv_cache_write import why_no_kernel
 from fusion_passes.quant import dtype_name
-from fusion_passes.rule import Call, Match, Rule
-from fusion_passes.symbolic import fixed, known
-from fusion_passes.views import applied, cost, replay
 
 OUTPUT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Of the query's codes."""

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 
-from fusion_passes.graph import argument, aten, calls, is_tensor, same_shape, value
-from fusion_passes.idioms import Idiom, NearMiss
+from fusion_passes.graph.read import argument, aten, calls, is_tensor, same_shape, value
+from fusion_passes.graph.symbolic import known
 from fusion_passes.idioms.attention_mask import Mask
+from fusion_passes.idioms.idiom import Idiom, NearMiss
 from fusion_passes.idioms.kv_heads import unexpand
 from fusion_passes.idioms.reading import (
     Unread,
@@ -31,7 +32,6 @@ from fusion_passes.idioms.reading import (
     show,
 )
 from fusion_passes.reference import attention as attention_reference
-from fusion_passes.symbolic import known
 
 BACKENDS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash_for_cpu",
@@ -91,16 +91,8 @@ class Attention(Idiom):
 
 
 def recognize(graph: Graph) -> Iterator[Attention | NearMiss]:
-    """Every attention of the graph, and what only looks like one.  Never raises."""
-    return read_all(graph, "attention", _read)
-
-
-def _read(node: Node) -> Attention | None:
-    from fusion_passes.idioms import attention_math
-
-    if schema_name(node) in BACKENDS:
-        return _read_fused(node)
-    return attention_math.read(node) if calls(node, aten.bmm.default) else None
+    """The fused attention ops of the graph, and what only looks like one.  Never raises."""
+    return read_all(graph, "attention", lambda node: _read_fused(node) if schema_name(node) in BACKENDS else None)
 
 
 def _read_fused(node: Node) -> Attention | None:

@@ -9,7 +9,7 @@ import torch
 from torch import SymInt
 from torch.fx import Node
 
-from fusion_passes.graph import argument, aten, calls, is_tensor, keeps_order, prims, same_shape, value
+from fusion_passes.graph.read import argument, aten, calls, is_tensor, keeps_order, prims, same_shape, value
 from fusion_passes.idioms import constants
 from fusion_passes.idioms.reading import (
     Unread,

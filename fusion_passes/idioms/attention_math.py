@@ -10,9 +10,9 @@ import operator
 from collections.abc import Iterator
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from fusion_passes.graph import (
+from fusion_passes.graph.read import (
     argument,
     aten,
     calls,
@@ -26,6 +26,7 @@ from fusion_passes.graph import (
 )
 from fusion_passes.idioms.attention import Attention
 from fusion_passes.idioms.attention_mask import Mask, inverted, where_parts
+from fusion_passes.idioms.idiom import NearMiss
 from fusion_passes.idioms.kv_heads import broadcast_heads, repeated_from, unexpand
 from fusion_passes.idioms.reading import (
     DIVISIONS,
@@ -39,6 +40,7 @@ from fusion_passes.idioms.reading import (
     is_high_precision,
     op_name,
     operands,
+    read_all,
     reduced_along_last,
     schema_name,
     shape_of,
@@ -46,7 +48,12 @@ from fusion_passes.idioms.reading import (
 )
 
 
-def read(product: Node) -> Attention | None:
+def recognize(graph: Graph) -> Iterator[Attention | NearMiss]:
+    """The attention that the graph spells out, and what only looks like it.  Never raises."""
+    return read_all(graph, "attention", lambda node: _read(node) if calls(node, aten.bmm.default) else None)
+
+
+def _read(product: Node) -> Attention | None:
     """An attention whose second matrix product is `product`; None where its left side is no softmax."""
     if not all(isinstance(arg, Node) and is_tensor(arg) for arg in product.args[:2]):
         return None

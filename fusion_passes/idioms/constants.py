@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
-from fusion_passes.graph import aten, calls, is_tensor, is_view, mutated_nodes, value
+from fusion_passes.graph.read import aten, calls, is_tensor, is_view, mutated_nodes, value
 
 MAX_NODES = 200
 MAX_BYTES = 2**31

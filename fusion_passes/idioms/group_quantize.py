@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fusion_passes import quant
-from fusion_passes.graph import aten, calls, is_noop, is_tensor, is_view, keeps_order, same_shape, value
-from fusion_passes.idioms import Idiom, NearMiss
+from fusion_passes.graph.read import aten, calls, is_noop, is_tensor, is_view, keeps_order, same_shape, value
+from fusion_passes.graph.symbolic import known
+from fusion_passes.idioms.idiom import Idiom, NearMiss
 from fusion_passes.idioms.quantize import clamped, clamped_before
 from fusion_passes.idioms.reading import (
     CASTS,
@@ -42,7 +43,6 @@ from fusion_passes.idioms.reading import (
     show,
 )
 from fusion_passes.quant import FP8_DTYPES, dtype_name
-from fusion_passes.symbolic import known
 
 OPAQUE = "fusion_passes::quantize_fp8_dynamic"
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_passes.graph import is_tensor
-from fusion_passes.idioms import Idiom, NearMiss
+from fusion_passes.graph.read import is_tensor
+from fusion_passes.idioms.idiom import Idiom, NearMiss
 from fusion_passes.idioms.reading import Unread, read_all
 
 OP = "fusion_passes::kv_cache_write"

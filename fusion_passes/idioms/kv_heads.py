@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from fusion_passes.graph import aten, calls, is_noop, is_tensor, same_shape, value
+from fusion_passes.graph.read import aten, calls, is_noop, is_tensor, same_shape, value
+from fusion_passes.graph.symbolic import known
 from fusion_passes.idioms.reading import is_4d, without_copies
-from fusion_passes.symbolic import known
 
 
 def broadcast_heads(node: Node) -> Node | None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from fusion_passes.graph import argument, aten, calls, value
-from fusion_passes.symbolic import fixed
+from fusion_passes.graph.read import argument, aten, calls, value
+from fusion_passes.graph.symbolic import fixed
 
 
 class Other(Exception):

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_passes.graph import is_tensor
-from fusion_passes.idioms import Idiom, NearMiss
+from fusion_passes.graph.match import Call
+from fusion_passes.graph.read import is_tensor
+from fusion_passes.idioms.idiom import Idiom, NearMiss
 from fusion_passes.idioms.reading import op_call, read_all
-from fusion_passes.rule import Call
 
 NAME = "fusion_passes::paged_attention"
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fusion_passes.graph import (
+from fusion_passes.graph.read import (
     argument,
     aten,
     calls,
@@ -26,7 +26,7 @@ from fusion_passes.graph import (
     value,
     view_source,
 )
-from fusion_passes.idioms import Idiom, NearMiss
+from fusion_passes.idioms.idiom import Idiom, NearMiss
 from fusion_passes.idioms.opaque import OPAQUE, OpaqueOp
 from fusion_passes.idioms.reading import (
     CASTS,

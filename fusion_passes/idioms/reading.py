@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import Graph, Node
 
-from fusion_passes.graph import (
+from fusion_passes.graph.read import (
     COPIES,
     argument,
     aten,
@@ -24,7 +24,7 @@ from fusion_passes.graph import (
     same_shape,
     value,
 )
-from fusion_passes.idioms import Idiom, NearMiss
+from fusion_passes.idioms.idiom import Idiom, NearMiss
 
 FoundIdiom = TypeVar("FoundIdiom", bound=Idiom)
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fusion_passes import reference
-from fusion_passes.graph import RESHAPES, SPLITS, argument, aten, calls, is_tensor, same_shape, value
-from fusion_passes.idioms import Idiom, NearMiss
+from fusion_passes.graph.read import RESHAPES, SPLITS, argument, aten, calls, is_tensor, same_shape, value
+from fusion_passes.graph.symbolic import fixed, known
+from fusion_passes.idioms.idiom import Idiom, NearMiss
 from fusion_passes.idioms.lanes import (
     Other,
     Sum,
@@ -39,7 +40,6 @@ from fusion_passes.idioms.reading import (
     operands,
     read_all,
 )
-from fusion_passes.symbolic import fixed, known
 
 MAX_TERMS = 4
 """Of one dimension, while reading: two are left in the end."""

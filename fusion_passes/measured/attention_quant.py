@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from fusion_passes.graph.symbolic import hint
 from fusion_passes.measured import Card, Measurement, Verdict, is_older, judge, records
 from fusion_passes.ops.attention_quant import AttentionQuantArguments, choose
-from fusion_passes.symbolic import hint
 
 
 def verdict(a: AttentionQuantArguments) -> Verdict:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fusion_passes.graph.symbolic import hint
 from fusion_passes.measured import Card, Measurement, Verdict, is_older, judge, records
-from fusion_passes.symbolic import hint
 
 
 def verdict(output: Tensor, key_cache: Tensor, granularity: str) -> Verdict:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from fusion_passes.graph.symbolic import hint
 from fusion_passes.measured import Card, Measurement, Verdict, is_older, judge, records
 from fusion_passes.quant import dtype_name
-from fusion_passes.symbolic import hint
 
 
 def verdict(

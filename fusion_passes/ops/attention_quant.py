@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_passes import reference
+from fusion_passes.graph.symbolic import known
 from fusion_passes.ops.support import (
     Capability,
     device_capability,
@@ -26,7 +27,6 @@ from fusion_passes.ops.support import (
     triton_version,
 )
 from fusion_passes.quant import dtype_name, saturate
-from fusion_passes.symbolic import known
 
 OP = "attention_quant"
 LAYOUTS = ("bshd", "bhsd")

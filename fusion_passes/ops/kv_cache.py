@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fusion_passes.graph.symbolic import known
 from fusion_passes.quant import FP8_DTYPES
-from fusion_passes.symbolic import known
 
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHECK_VARIABLE = "FUSION_PASSES_CHECK"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fusion_passes import reference
+from fusion_passes.graph.symbolic import known
 from fusion_passes.ops import kv_cache
 from fusion_passes.ops.support import (
     device_capability,
@@ -23,7 +24,6 @@ from fusion_passes.ops.support import (
     triton_version,
 )
 from fusion_passes.quant import FP8_DTYPES, dtype_name
-from fusion_passes.symbolic import known
 
 KERNEL_DTYPES = (*kv_cache.HIGH_PRECISION_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 ADVICE = "use a GPU, a Triton and dtypes that the kernel has (python -m fusion_passes doctor tells)"

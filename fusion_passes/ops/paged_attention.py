@@ -12,9 +12,9 @@ import torch
 from torch import SymInt, Tensor
 
 from fusion_passes import reference
+from fusion_passes.graph.symbolic import known
 from fusion_passes.ops import kv_cache, support
 from fusion_passes.quant import FP8_DTYPES, SMALLEST_SCALE, QuantSpec, check_lower_bound, choose_scale, quantize
-from fusion_passes.symbolic import known
 
 IMPLEMENTATIONS = ("auto", "triton", "gather")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fusion_passes import reference
+from fusion_passes.graph.symbolic import known
 from fusion_passes.ops import kv_cache
 from fusion_passes.ops.kv_cache_write import ADVICE, run_kernel, scatter
 from fusion_passes.ops.kv_cache_write import validate as validate_write
 from fusion_passes.ops.support import on_its_device, say_slow, taking
 from fusion_passes.quant import FP8_DTYPES, saturate
-from fusion_passes.symbolic import known
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fusion_passes.fusions import FUSIONS
+from fusion_passes.fusions.builtin import FUSIONS
 from tests.fusions import (
     attention_quant_cases,
     paged_attention_quant_cases,

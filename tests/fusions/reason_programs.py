@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch.fx import Graph
 
 from fusion_passes import PassConfig, PostGradPassManager, Report, TracedRule
-from fusion_passes.graph import is_tensor, value
+from fusion_passes.graph.read import is_tensor, value
+from fusion_passes.graph.rewrite import Insertion
 from fusion_passes.idioms import NearMiss, attention, kv_cache
 from fusion_passes.idioms.reading import read_all
 from fusion_passes.idioms.rope import SPELLINGS
@@ -29,7 +30,6 @@ from fusion_passes.ops.kv_cache_write import why_no_kernel
 from fusion_passes.ops.quantize import quantize_fp8
 from fusion_passes.ops.quantize_dynamic import quantize_fp8_dynamic
 from fusion_passes.quant import QuantSpec
-from fusion_passes.rewrite import Insertion
 from fusion_passes.testing import capture, capture_cuda
 from tests.fusions import paged_cases as paged
 from tests.fusions.paged_attention_quant_cases import inputs as paged_inputs

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusion_passes import PassConfig, PostGradPassManager, Report
-from fusion_passes.fusions import FUSIONS
+from fusion_passes.fusions.builtin import FUSIONS
 from fusion_passes.testing import capture
 from tests.fusions.cases import FIRST, each
 from tests.fusions.test_effects import is_high_precision

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 import fusion_passes
 from fusion_passes import MatchStatus, PassConfig, PostGradPassManager, Report
-from fusion_passes.fusions import FUSIONS
+from fusion_passes.fusions.builtin import FUSIONS
 from fusion_passes.idioms import recognize
 from fusion_passes.testing import INPUTS, capture, capture_cuda, print_graph, run
 from tests.fusions.accuracy import check
@@ -162,7 +162,7 @@ def test_an_exception_in_a_rule_is_no_match_with_its_text(rule, method, monkeypa
         raise ValueError("broken on purpose")
 
     monkeypatch.setattr(type(rule), method, broken)
-    monkeypatch.setattr("fusion_passes.manager.log.warning", lambda *_, **__: None)
+    monkeypatch.setattr("fusion_passes.compiler.manager.log.warning", lambda *_, **__: None)
     report = rewrite(graph)
     if method in ("pattern", "legality", "replacement"):
         assert [site.status for site in report.sites] == [MatchStatus.ILLEGAL]

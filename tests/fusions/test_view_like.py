@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fusion_passes import PostGradPassManager, Report
-from fusion_passes.graph import through_views
+from fusion_passes.graph.read import through_views
 from fusion_passes.ops import kv_cache_write
 from fusion_passes.ops.quantize import quantize_fp8
 from fusion_passes.testing import capture, run, same_codes

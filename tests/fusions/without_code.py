@@ -12,7 +12,7 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshap
 from torch._inductor.virtualized import V
 
 from fusion_passes import PassConfig, PostGradPassManager, Report
-from fusion_passes.inductor import HOOK
+from fusion_passes.compiler.inductor import HOOK
 from fusion_passes.testing import print_graph
 
 FUSE = PassConfig(profitability="ignore")

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_passes.config import PassConfig, Profitability
-from fusion_passes.registration import compile as compile_with_passes
-from fusion_passes.report import Report
-from fusion_passes.rule import Level, MatchStatus
+from fusion_passes.compiler.config import PassConfig, Profitability
+from fusion_passes.compiler.registration import compile as compile_with_passes
+from fusion_passes.compiler.report import Report
+from fusion_passes.fusions.rule import Level, MatchStatus
 from fusion_passes.testing.fuzz.cpp_kernels import compiled_together
 from fusion_passes.testing.fuzz.oracle import Fault, check_aliases, check_form, check_near, narrowest, same_bits
 from fusion_passes.testing.fuzz.program import Program

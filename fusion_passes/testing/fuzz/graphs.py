@@ -21,12 +21,12 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from fusion_passes import testing
-from fusion_passes.config import PassConfig, Profitability
-from fusion_passes.graph import META_ONLY, calls
-from fusion_passes.manager import PostGradPassManager
+from fusion_passes.compiler.config import PassConfig, Profitability
+from fusion_passes.compiler.manager import PostGradPassManager
+from fusion_passes.compiler.report import Report
+from fusion_passes.fusions.rule import MatchStatus
+from fusion_passes.graph.read import META_ONLY, calls
 from fusion_passes.quant import FP8_DTYPES
-from fusion_passes.report import Report
-from fusion_passes.rule import MatchStatus
 from fusion_passes.testing.fuzz.oracle import (
     Fault,
     check_aliases,

@@ -6,6 +6,7 @@ Each changes what a reader reads, or takes a check away, as a slip in the code w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from unittest import mock
 import torch
 from torch.fx import Graph, Node
 
-from fusion_passes.graph import aten, calls, is_functionalized, is_tensor, prims, value
+from fusion_passes.graph.read import aten, calls, is_functionalized, is_tensor, prims, value
 
 PACKAGE = "fusion_passes."
 
@@ -55,19 +56,18 @@ def _old(place: str) -> Any:
     return owner
 
 
-def _reading(place: str, **changes: Callable[[Any], Any]) -> Callable[[ExitStack], None]:
-    """A reader that gets attributes of an idiom wrong: name -> the value from the idiom that is right."""
+def _reading(*places: str, **changes: Callable[[Any], Any]) -> Callable[[ExitStack], None]:
+    """Readers that get attributes of an idiom wrong: name -> the value from the idiom that is right."""
+
+    def wrong(right: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = right(*args, **kwargs)
+        if found is None:
+            return None
+        return dataclasses.replace(found, **{name: change(found) for name, change in changes.items()})
 
     def plant(stack: ExitStack) -> None:
-        right = _old(place)
-
-        def wrong(*args: Any, **kwargs: Any) -> Any:
-            found = right(*args, **kwargs)
-            if found is None:
-                return None
-            return dataclasses.replace(found, **{name: change(found) for name, change in changes.items()})
-
-        _set(stack, place, wrong)
+        for place in places:
+            _set(stack, place, functools.partial(wrong, _old(place)))
 
     return plant
 
@@ -115,7 +115,7 @@ def _without_argument(name: str, instead: Any = None) -> Callable[[ExitStack], N
 
 def _reads_in_front(graph: Graph, effects: Any) -> list[Any]:
     """Reads in front of the write, as nodes: Inductor still computes them where they are used."""
-    from fusion_passes.in_place import Reordered
+    from fusion_passes.compiler.in_place import Reordered
 
     found = []
     for write in [node for node in graph.nodes if is_functionalized(node)]:
@@ -161,17 +161,17 @@ def _other_layout(stack: ExitStack) -> None:
     right = _old("fusions.attention_quant:best_layout")
     other = {"bshd": "bhsd", "bhsd": "bshd"}
     _set(stack, "fusions.attention_quant:best_layout", lambda *args: other[right(*args)])
-    _set(stack, "rewrite:same_layout", lambda a, b: True)
+    _set(stack, "graph.rewrite:same_layout", lambda a, b: True)
 
 
 def _first_output_only(stack: ExitStack) -> None:
-    right = _old("manager:replacements")
+    right = _old("compiler.manager:replacements")
 
     def wrong(m: Any, results: Any) -> Any:
         pairs = right(m, results)
         return {m.output: pairs[m.output]}
 
-    _set(stack, "manager:replacements", wrong)
+    _set(stack, "compiler.manager:replacements", wrong)
 
 
 def _negation_ignored(stack: ExitStack) -> None:
@@ -198,10 +198,10 @@ def _without_permutes(stack: ExitStack) -> None:
         return right(views, node, call)
 
     _set(stack, "fusions.attention_quant:replay", wrong)
-    _set(stack, "rewrite:same_layout", lambda a, b: True)
+    _set(stack, "graph.rewrite:same_layout", lambda a, b: True)
 
 
-ATTENTION = "idioms.attention:_read"
+ATTENTION = ("idioms.attention:_read_fused", "idioms.attention_math:_read")
 QUANTIZE = "idioms.quantize:_read"
 ROPE = "idioms.rope:_read"
 WRITE = "idioms.kv_cache:_read"
@@ -211,11 +211,11 @@ E4M3 = torch.float8_e4m3fn
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reads are moved in front of a write, not computed there",
-        lambda s: _set(s, "manager:reads_before_writes", _reads_in_front),
+        lambda s: _set(s, "compiler.manager:reads_before_writes", _reads_in_front),
         writes=True,
     ),
     Mutant("a write between is not seen", _everywhere("check_order", _does_nothing), writes=True),
-    Mutant("no read is pending", _always("effects:Effects:inlined", False), writes=True),
+    Mutant("no read is pending", _always("graph.effects:Effects:inlined", False), writes=True),
     Mutant("the factor of a scale is dropped", _reading(QUANTIZE, scale_factor=lambda q: 1.0)),
     Mutant("a scale that multiplies is read as one that divides", _reading(QUANTIZE, inverse=lambda q: False)),
     Mutant(
@@ -226,18 +226,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "the scales of key and value are swapped",
         _reading(WRITE, k_scale=lambda w: w.v_scale, v_scale=lambda w: w.k_scale),
     ),
-    Mutant("the causal flag is lost", _reading(ATTENTION, is_causal=lambda a: False)),
-    Mutant("the mask is lost", _reading(ATTENTION, attn_mask=lambda a: None, mask_kind=lambda a: None)),
-    Mutant("the scale of the scores is lost", _reading(ATTENTION, scale=lambda a: None)),
+    Mutant("the causal flag is lost", _reading(*ATTENTION, is_causal=lambda a: False)),
+    Mutant("the mask is lost", _reading(*ATTENTION, attn_mask=lambda a: None, mask_kind=lambda a: None)),
+    Mutant("the scale of the scores is lost", _reading(*ATTENTION, scale=lambda a: None)),
     Mutant(
         "query and key are exchanged",
         _reading(
-            ATTENTION,
+            *ATTENTION,
             query=lambda a: a.key if value(a.key).shape == value(a.query).shape else a.query,
             key=lambda a: a.query if value(a.key).shape == value(a.query).shape else a.key,
         ),
     ),
-    Mutant("value is read as key", _reading(ATTENTION, key=lambda a: a.value)),
+    Mutant("value is read as key", _reading(*ATTENTION, key=lambda a: a.value)),
     Mutant("a transposition between is dropped", _without_permutes),
     Mutant("the codes have another layout", _other_layout),
     Mutant(
@@ -255,7 +255,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a flip is read as a view", _through_flips),
     Mutant("the heads are repeated in any order", _repeated_in_any_order),
     Mutant(
-        "another FP8 dtype", _all(_reading(QUANTIZE, dtype=lambda q: E4M3), _always("rewrite:_check_replacement", None))
+        "another FP8 dtype",
+        _all(_reading(QUANTIZE, dtype=lambda q: E4M3), _always("graph.rewrite:_check_replacement", None)),
     ),
     Mutant("only the first of several outputs is replaced", _first_output_only),
     Mutant("the softmax may be over any dimension", _always("idioms.attention_math:_Math:_last_dim", None)),

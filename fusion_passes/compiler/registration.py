@@ -11,10 +11,10 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from fusion_passes import inductor, switch
-from fusion_passes.config import Config, PassConfig, as_config
-from fusion_passes.manager import PostGradPassManager
-from fusion_passes.report import Report
+from fusion_passes.compiler import inductor, switch
+from fusion_passes.compiler.config import Config, PassConfig, as_config
+from fusion_passes.compiler.manager import PostGradPassManager
+from fusion_passes.compiler.report import Report
 
 log = logging.getLogger("fusion_passes")
 

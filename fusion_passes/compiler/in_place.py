@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from fusion_passes.effects import Effects, memory, overwritten
-from fusion_passes.graph import META_ONLY, aten, calls, is_functionalized, is_view, mutated_nodes
+from fusion_passes.graph.effects import Effects, memory, overwritten
+from fusion_passes.graph.read import META_ONLY, aten, calls, is_functionalized, is_view, mutated_nodes
 
 
 @dataclass(frozen=True)

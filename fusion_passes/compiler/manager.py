@@ -19,17 +19,18 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_passes import cache_key, compiled, custom_ops, inductor
-from fusion_passes.config import PassConfig, Profitability, Switch
-from fusion_passes.debug import GraphDump
-from fusion_passes.effects import Effects
-from fusion_passes.fusions import FUSIONS
-from fusion_passes.graph import place
-from fusion_passes.idioms import Idioms, NearMiss, recognize
-from fusion_passes.idioms.reading import made_by, op_name
-from fusion_passes.in_place import reads_before_writes
-from fusion_passes.report import MOVES, GraphReport, Miss, Report, RequiredFusionError, Site
-from fusion_passes.rewrite import (
+from fusion_passes import custom_ops
+from fusion_passes.compiler import cache_key, compiled, inductor
+from fusion_passes.compiler.config import PassConfig, Profitability, Switch
+from fusion_passes.compiler.debug import GraphDump
+from fusion_passes.compiler.in_place import reads_before_writes
+from fusion_passes.compiler.report import MOVES, GraphReport, Miss, Report, RequiredFusionError, Site
+from fusion_passes.fusions.builtin import FUSIONS
+from fusion_passes.fusions.rule import Level, MatchStatus, Rule
+from fusion_passes.graph.effects import Effects
+from fusion_passes.graph.match import DeclinedError, Match
+from fusion_passes.graph.read import place
+from fusion_passes.graph.rewrite import (
     Insertion,
     ask_inputs,
     check_order,
@@ -40,7 +41,8 @@ from fusion_passes.rewrite import (
     replacements,
     sizes_of_inputs,
 )
-from fusion_passes.rule import DeclinedError, Level, Match, MatchStatus, Rule
+from fusion_passes.idioms import Idioms, NearMiss, recognize
+from fusion_passes.idioms.reading import made_by, op_name
 
 log = logging.getLogger("fusion_passes")
 """TORCH_LOGS="fusion_passes" shows what was fused, "+fusion_passes" every site."""

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, dispatch_functionalize
 from torch.fx import GraphModule
 
-from fusion_passes.graph import aten, storage_root
-from fusion_passes.rule import DeclinedError
+from fusion_passes.graph.match import DeclinedError
+from fusion_passes.graph.read import aten, storage_root
 
 
 def trace(role: str, fn: Callable[..., Any], arguments: Mapping[str, Any], mode: FakeTensorMode) -> GraphModule:

@@ -12,8 +12,9 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
-from fusion_passes.effects import Effects, source_of
-from fusion_passes.graph import (
+from fusion_passes.graph.effects import Effects, source_of
+from fusion_passes.graph.match import DeclinedError, Match
+from fusion_passes.graph.read import (
     META_ONLY,
     aten,
     calls,
@@ -26,8 +27,7 @@ from fusion_passes.graph import (
     target_name,
     value,
 )
-from fusion_passes.rule import DeclinedError, Match
-from fusion_passes.symbolic import known
+from fusion_passes.graph.symbolic import known
 
 PROVENANCE = ("stack_trace", "nn_module_stack", "original_aten", "from_node", "custom", "mutation_region_id")
 """Meta entries that a new node takes over from the one it replaces."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from fusion_passes import inductor
-from fusion_passes.report import GraphReport
+from fusion_passes.compiler import inductor
+from fusion_passes.compiler.report import GraphReport
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fusion_passes import inductor
+from fusion_passes.compiler import inductor
 
 SAMPLE_SECONDS = 0.01
 """A sample of the timing repeats the call until it lasts about that long."""

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from fusion_passes.cache_key import op
-from fusion_passes.cache_key.code import Chain, reads
-from fusion_passes.cache_key.names import NO_STATE, cell_content, follow, imported, is_global
-from fusion_passes.cache_key.origin import version
-from fusion_passes.cache_key.state import content, file_state, hides_state, reduced
-from fusion_passes.rule import Rule
+from fusion_passes.compiler.cache_key import op
+from fusion_passes.compiler.cache_key.code import Chain, reads
+from fusion_passes.compiler.cache_key.names import NO_STATE, cell_content, follow, imported, is_global
+from fusion_passes.compiler.cache_key.origin import version
+from fusion_passes.compiler.cache_key.state import content, file_state, hides_state, reduced
+from fusion_passes.fusions.rule import Rule
 
 MOST_BYTES = 16 << 20
 """Of all tensors and arrays together: digesting them takes some 10 ms, each time that Inductor asks for the key."""

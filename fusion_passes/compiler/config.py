@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusion_passes import custom_ops
+from fusion_passes.fusions.rule import Level, Rule
 from fusion_passes.ops.kv_cache import CHECK_VARIABLE, checks_wanted
-from fusion_passes.rule import Level, Rule
 
 if TYPE_CHECKING:
     from typing import Self

@@ -23,12 +23,13 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from fusion_passes.graph import is_tensor, value
+from fusion_passes.fusions.rule import Rule
+from fusion_passes.fusions.traced.search import Binding, Comparison, Pattern, through_reshapes, told, trace_examples
+from fusion_passes.fusions.traced.tracing import trace
+from fusion_passes.graph.match import Call, DeclinedError, Match
+from fusion_passes.graph.read import is_tensor, value
 from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.quant import dtype_name
-from fusion_passes.rule import Call, DeclinedError, Match, Rule
-from fusion_passes.search import Binding, Comparison, Pattern, through_reshapes, told, trace_examples
-from fusion_passes.tracing import trace
 
 HALVES = (torch.bfloat16, torch.float16)
 """What stands for each other: Inductor decomposes both in the same way."""

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
-from fusion_passes.graph import RESHAPES, aten, is_tensor, same_shape, target_name, value
+from fusion_passes.fusions.traced.tracing import trace
+from fusion_passes.graph.match import DeclinedError
+from fusion_passes.graph.read import RESHAPES, aten, is_tensor, same_shape, target_name, value
+from fusion_passes.graph.symbolic import known
 from fusion_passes.quant import dtype_name
-from fusion_passes.rule import DeclinedError
-from fusion_passes.symbolic import known
-from fusion_passes.tracing import trace
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torch.fx import Graph
 
+from fusion_passes.compiler.report import GraphReport, Report
 from fusion_passes.idioms import Idiom, Idioms
-from fusion_passes.report import GraphReport, Report
 
 
 class GraphDump:

@@ -9,9 +9,9 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from fusion_passes.cache_key import op
-from fusion_passes.cache_key.code import Chain, Import
-from fusion_passes.cache_key.origin import version
+from fusion_passes.compiler.cache_key import op
+from fusion_passes.compiler.cache_key.code import Chain, Import
+from fusion_passes.compiler.cache_key.origin import version
 
 NO_STATE = frozenset(
     {

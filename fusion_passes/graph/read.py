@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fusion_passes.symbolic import known
+from fusion_passes.graph.symbolic import known
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -67,7 +67,7 @@ SPLITS = frozenset(
 META_ONLY = frozenset({aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default})
 """Ops that ask what a tensor is like, and read none of its elements."""
 
-_OWN_LAYERS = tuple(f"{Path(__file__).parent}/{name}" for name in ("nn/", "ops/", "quant.py"))
+_OWN_LAYERS = tuple(f"{Path(__file__).parents[1]}/{name}" for name in ("nn/", "ops/", "quant.py"))
 
 
 def target_name(node: Node) -> str:

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_passes import inductor, switch
-from fusion_passes.comparison import Difference, compare
-from fusion_passes.config import Config, PassConfig, Profitability, Switch, as_config
-from fusion_passes.fusions import FUSIONS
-from fusion_passes.manager import PostGradPassManager
-from fusion_passes.places import alike
-from fusion_passes.registration import inductor_options
-from fusion_passes.report import Miss, Report
-from fusion_passes.rule import MatchStatus
-from fusion_passes.table import paragraph, plural, table
-from fusion_passes.trial import Compilation, Timing, Trial
+from fusion_passes.compiler import inductor, switch
+from fusion_passes.compiler.config import Config, PassConfig, Profitability, Switch, as_config
+from fusion_passes.compiler.manager import PostGradPassManager
+from fusion_passes.compiler.registration import inductor_options
+from fusion_passes.compiler.report import Miss, Report
+from fusion_passes.fusions.builtin import FUSIONS
+from fusion_passes.fusions.rule import MatchStatus
+from fusion_passes.tools.compare import Difference, compare
+from fusion_passes.tools.places import alike
+from fusion_passes.tools.table import paragraph, plural, table
+from fusion_passes.tools.trial import Compilation, Timing, Trial
 
 MISSES_SHOWN = 8
 OUTPUTS_SHOWN = 8

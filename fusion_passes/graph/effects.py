@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fusion_passes.graph import META_ONLY, aten, calls, is_functionalized, is_view, mutated_nodes, storage_root
+from fusion_passes.graph.read import META_ONLY, aten, calls, is_functionalized, is_view, mutated_nodes, storage_root
 
 _SCATTERS = frozenset(
     {

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from weakref import WeakSet
 
-from fusion_passes import compiled, inductor
-from fusion_passes.manager import PostGradPassManager
+from fusion_passes.compiler import compiled, inductor
+from fusion_passes.compiler.manager import PostGradPassManager
 
 log = logging.getLogger("fusion_passes")
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import fusion_passes
-from fusion_passes.cache_key import origin, reach
-from fusion_passes.rule import Rule
+from fusion_passes.compiler.cache_key import origin, reach
+from fusion_passes.fusions.rule import Rule
 
 log = logging.getLogger(__name__)
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from fusion_passes import inductor
-from fusion_passes.config import ENV_PREFIX, PassConfig
+from fusion_passes.compiler import inductor
+from fusion_passes.compiler.config import ENV_PREFIX, PassConfig
+from fusion_passes.fusions.rule import Rule
 from fusion_passes.ops.attention_quant import NEWEST, OUTPUT_DTYPES, AttentionQuantArguments
 from fusion_passes.ops.kv_cache_write import KERNEL_DTYPES as WRITE_DTYPES
 from fusion_passes.ops.paged_attention import KERNEL_DTYPES as PAGED_DTYPES
 from fusion_passes.ops.paged_attention import KERNEL_HEAD_DIMS as PAGED_HEAD_DIMS
 from fusion_passes.ops.support import Capability, device_capability, triton_version
 from fusion_passes.quant import dtype_name
-from fusion_passes.rule import Rule
 
 PACKAGES = ("triton", "transformers", "torchao")
 COMPILERS = ("g++", "clang++", "c++")

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import Node
 
-from fusion_passes.graph import COPIES, RESHAPES, calls, is_noop, same_layout, value
-from fusion_passes.rule import Call
+from fusion_passes.graph.match import Call
+from fusion_passes.graph.read import COPIES, RESHAPES, calls, is_noop, same_layout, value
 
 
 def replay(views: Iterable[Node], node: Node, call: Call) -> Node:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusion_passes.config import SWITCHES, unknown
-from fusion_passes.rule import MatchStatus
+from fusion_passes.compiler.config import SWITCHES, unknown
+from fusion_passes.fusions.rule import MatchStatus
 
 log = logging.getLogger("fusion_passes")
 

@@ -1,0 +1,1 @@
+"""Fusions that a user writes as two functions: `TracedRule`."""
