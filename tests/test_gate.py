@@ -2,6 +2,7 @@
 call missing what is only unknown."""
 
 import shutil
+import threading
 
 import pytest
 import torch
@@ -221,3 +222,23 @@ def test_each_model_of_a_shared_report_is_judged_alone():
         call(torch.compile(unfused), X)
     assert report.count(rule="attention_quant") == 1
     assert len(report.graphs) == 3
+
+
+def test_another_thread_that_asks_between_ask_and_load_takes_no_graph(cache, monkeypatch):
+    call(fusion_passes.compile(model, APPLIED))
+    other = PostGradPassManager(PassConfig(**APPLIED), report=(others := Report()))
+    ask = PostGradPassManager.uuid
+
+    def meanwhile(self):
+        key = ask(self)
+        if self is not other:
+            thread = threading.Thread(target=lambda: (other.uuid(), others.graphs))
+            thread.start()
+            thread.join()
+        return key
+
+    monkeypatch.setattr(PostGradPassManager, "uuid", meanwhile)
+    before = hits()
+    call(fusion_passes.compile(model, APPLIED, report=(own := Report())))
+    assert hits() > before
+    assert (len(own.graphs), len(others.graphs)) == (1, 0)

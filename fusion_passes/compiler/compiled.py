@@ -4,11 +4,15 @@ Inductor does not run the pass for code that it has in its cache.  But it asks t
 and the loaded code brings back the counters that were stored with it, among them the id of the report that was written
 when it was compiled, and how many places each rule had (`inductor.mark_compiled`).  So a report that turns up after a
 manager was asked belongs to that manager.  It is looked for when Dynamo has finished a compilation.
+
+Dynamo compiles in one thread at a time.  While it does, only that thread asks and collects: a uuid that another one
+wants, or a report that it reads, has nothing to do with the code that is being loaded.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Protocol
 
 from fusion_passes.compiler import inductor
@@ -29,13 +33,16 @@ class Asked(Protocol):
 
 _asking: Asked | None = None
 _seen: dict[str, int] = {}
+_compiling: int | None = None
+"""The thread in which Dynamo compiles something."""
 
 
 def asking(manager: Asked) -> None:
     """This manager is being asked for its uuid, or run: what is loaded next is its."""
     global _asking
-    collect()
-    _asking = manager
+    if not _is_elsewhere():
+        collect()
+        _asking = manager
 
 
 def asked() -> bool:
@@ -43,14 +50,21 @@ def asked() -> bool:
     return _asking is not None
 
 
+def _is_elsewhere() -> bool:
+    """Whether Dynamo compiles in another thread right now."""
+    return _compiling not in (None, threading.get_ident())
+
+
 def _begin() -> None:
-    global _asking
+    global _asking, _compiling
     collect()
-    _asking = None
+    _asking, _compiling = None, threading.get_ident()
 
 
 def _end() -> None:
+    global _compiling
     collect()
+    _compiling = None
     if _asking is not None:
         _asking.finished()
 
@@ -74,7 +88,10 @@ def keep(result: GraphReport, *, on_disk: bool) -> None:
 
 
 def collect() -> None:
-    """Find the reports of graphs that were loaded from the cache since the last look."""
+    """Find the reports of graphs that were loaded from the cache since the last look.  While Dynamo compiles in another
+    thread they are that thread's to find, when it has finished."""
+    if _is_elsewhere():
+        return
     marks = inductor.marks()
     for mark in _seen.keys() - marks.keys():
         del _seen[mark]  # somebody cleared the counters
