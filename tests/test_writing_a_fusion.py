@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import fusion_passes
-import fusion_passes.fusions
 from fusion_passes import PassConfig, PostGradPassManager, Report
+from fusion_passes.fusions.builtin import FUSIONS
 from fusion_passes.nn import quantize_
 from fusion_passes.quant import codes, dtype_name, quantize
 from fusion_passes.testing import capture, print_graph, run
@@ -100,7 +100,7 @@ def test_the_docs_name_what_belongs_to_a_fusion():
     guide = (ROOT / "docs" / "writing-a-fusion.md").read_text().split("## A fusion inside the library")[1]
     for pattern in ("fusions/<name>.py", "measured/<name>.py", "ops/<name>.py", "kernels/<name>.py"):
         assert f"`{pattern}`" in guide
-    for rule in fusion_passes.fusions.FUSIONS:
+    for rule in FUSIONS:
         assert (package / "fusions" / f"{rule.name}.py").exists()
         assert (package / "measured" / f"{rule.name}.py").exists()
         assert (ROOT / "tests" / "fusions" / f"{rule.name}_cases.py").exists()

@@ -9,9 +9,6 @@ Every tensor is [batch, heads, length, head_dim] with any strides that TMA takes
 a sequence give zeros, stores are clipped.
 """
 
-import functools
-
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -23,16 +20,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fusion_passes.kernels.device import multiprocessors
-
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
-
-ROWS = gl.constexpr(64)  # query rows of one consumer
-SLACK = gl.constexpr(8)  # with lazy rescaling a row keeps its maximum until a score is 2**8 above it
-LOWEST = gl.constexpr(-3.4028234663852886e38)  # a maximum that is never -inf: (-inf) - (-inf) would be NaN
-LOG2_E = 1.4426950408889634
+from fusion_passes.kernels.hopper import (
+    LOG2_E,
+    LOWEST,
+    ROWS,
+    SLACK,
+    barrier,
+    descriptor,
+    partial_sum,
+    scale_rows,
+    scores,
+)
 
 # By head_dim: key block, stages of the K and V rings, Q in registers, turns at the tensor cores, lazy rescaling. The
 # bounds are 227 KB of shared memory and 240 registers a thread.
@@ -121,32 +121,6 @@ def _load_v(
 
 
 @gluon.jit
-def _partial_sum(p):
-    """Row sums over the keys that one thread holds; the rest of the sum is done once, at the end of the tile."""
-    # The layout that the sum of a reshape has, in a form that does not depend on the width of p.
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [8, 0]],
-        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 8],
-    )
-    return gl.convert_layout(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1), layout, assert_trivial=True)
-
-
-@gluon.jit
-def _scores(q, k, N: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
-    zero = gl.zeros([ROWS, N], gl.float32, layout)
-    return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _scale_rows(x, factor):
-    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout), assert_trivial=True)[:, None]
-
-
-@gluon.jit
 def _step(
     q, rings, state, more, scale,
     W: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr,
@@ -162,7 +136,7 @@ def _step(
     if TURNS:  # one consumer issues while the other is in its softmax
         mbarrier.wait(turn.index(W), phase)
         phase ^= 1
-    s = _scores(q, k_s.index(k_slot).reshape([BLOCK_N, D]), BLOCK_N)
+    s = scores(q, k_s.index(k_slot).reshape([BLOCK_N, D]), BLOCK_N, 16)
     mbarrier.wait(v_full.index(v_slot), v_phase)
     o = warpgroup_mma(p, v_s.index(v_slot).reshape([BLOCK_N, D]).slice(0, p.shape[1]), acc, is_async=True)
     if TURNS:
@@ -176,7 +150,7 @@ def _step(
         any_raised = gl.max(raised.to(gl.int32), 0) != 0  # needs a barrier: pays only where O is wide
     alpha = gl.exp2(row_max - new_max)
     p32 = gl.exp2(s * scale - new_max[:, None])
-    row_sum = _scale_rows(row_sum, alpha) + _partial_sum(p32)
+    row_sum = scale_rows(row_sum, alpha) + partial_sum(p32)
     p_next = gl.convert_layout(p32.to(p.dtype), p.type.layout)
     # ptxas sinks the softmax below the wait for P.V, and the overlap is gone, unless a real branch stands between: this
     # wait for the next K block, predicated. As operands of the second wait the results keep LLVM from doing the same.
@@ -185,9 +159,9 @@ def _step(
     mbarrier.arrive(v_empty.index(v_slot), count=1)
     if LAZY:
         if any_raised:
-            acc = _scale_rows(acc, alpha)
+            acc = scale_rows(acc, alpha)
     else:
-        acc = _scale_rows(acc, alpha)
+        acc = scale_rows(acc, alpha)
     return (acc, p_next, new_max, row_sum, it, phase)
 
 
@@ -247,7 +221,7 @@ def _consume(
 
         mbarrier.wait(k_full.index(it % K_STAGES), (it // K_STAGES) & 1)
         k = k_s.index(it % K_STAGES).reshape([BLOCK_N, D]).slice(0, N0)
-        s = warpgroup_mma_wait(0, deps=[_scores(q, k, N0)])
+        s = warpgroup_mma_wait(0, deps=[scores(q, k, N0, 16)])
         mbarrier.arrive(k_empty.index(it % K_STAGES), count=1)
         if Q_IN_REGISTERS:
             # Not before: neither the load nor a barrier behind it waits until the registers are there, only their first
@@ -261,7 +235,7 @@ def _consume(
             s = gl.where((cols < length)[None, :], s, float("-inf"))
         first_max = gl.maximum(gl.max(s, 1) * scale, LOWEST)
         p32 = gl.exp2(s * scale - first_max[:, None])
-        row_sum = _partial_sum(p32)
+        row_sum = partial_sum(p32)
         row_max = gl.convert_layout(first_max, gl.SliceLayout(1, score_l), assert_trivial=True)
         p0 = gl.convert_layout(p32.to(q_s.dtype), p_l)
         acc = gl.zeros([ROWS, D], gl.float32, out_l)
@@ -329,7 +303,7 @@ def _attention_quant(
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
-    _barrier()
+    barrier()
     w0: gl.constexpr = 0
     w1: gl.constexpr = 1
     memory = (o_desc, out_scale_ptr, q_s, q_full, q_empty, o_s)
@@ -371,17 +345,17 @@ def launch(
     programs = min(tiles, multiprocessors(query.device))
     scale_tensor = query if output_scale is None else output_scale
     arguments = (
-        _descriptor(query, ROWS.value),
-        _descriptor(key, block_n),
-        _descriptor(value, block_n),
-        _descriptor(out, ROWS.value),
+        descriptor(query, (1, 1, ROWS.value, head_dim)),
+        descriptor(key, (1, 1, block_n, head_dim)),
+        descriptor(value, (1, 1, block_n, head_dim)),
+        descriptor(out, (1, 1, ROWS.value, head_dim)),
         scale_tensor,
         length,
         heads,
         heads // key.shape[1],
         batch * heads,
         tiles,
-        scale * LOG2_E,
+        scale * LOG2_E.value,
         output_scale_factor,
         *config,
         head_dim,
@@ -399,29 +373,3 @@ def launch(
 
 
 _compiled: dict[tuple, triton.compiler.CompiledKernel] = {}
-
-
-GLUON_DTYPES = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float8_e5m2: gl.float8e5,
-}
-
-
-@functools.cache
-def _layout(rows: int, head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], GLUON_DTYPES[dtype])
-
-
-class _Descriptor(TensorDescriptor):
-    def __post_init__(self) -> None:
-        """Nothing: `Kernel.unsupported` has checked the same, and checks take most of the time of a launch."""
-
-
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """TMA descriptor of [batch, heads, length, head_dim] for boxes of some rows of one head."""
-    head_dim = x.shape[3]
-    # The stride of a dimension of size 1 means nothing, can be anything, and TMA checks it.
-    strides = [head_dim * 8 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return _Descriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, head_dim], _layout(rows, head_dim, x.dtype))

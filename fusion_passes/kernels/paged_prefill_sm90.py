@@ -12,7 +12,6 @@ needs a causal mask, which comes first: key blocks run from the last one down. A
 back into other tokens; those are not stored.
 """
 
-import functools
 import math
 
 import torch
@@ -26,18 +25,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fusion_passes.kernels.device import multiprocessors
+from fusion_passes.kernels.hopper import (
+    LOG2_E,
+    LOWEST,
+    ROWS,
+    SLACK,
+    barrier,
+    descriptor,
+    partial_sum,
+    scale_rows,
+    scores,
+)
 from fusion_passes.quant import FP8_DTYPES, SMALLEST_SCALE
 
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
-
-ROWS = gl.constexpr(64)  # query rows of one consumer
 SEARCHED = gl.constexpr(128)  # sequences looked at in one step of the search for a block's own
-SLACK = gl.constexpr(8)  # with lazy rescaling a row keeps its maximum until a score is 2**8 above it
-LOWEST = gl.constexpr(-3.4028234663852886e38)  # a maximum that is never -inf: (-inf) - (-inf) would be NaN
-LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -353,37 +356,11 @@ def _load_v(
 
 
 @gluon.jit
-def _partial_sum(p):
-    """Row sums over the keys that one thread holds; the rest of the sum is done once, at the end of the tile."""
-    # The layout that the sum of a reshape has, in a form that does not depend on the width of p.
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [8, 0]],
-        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 8],
-    )
-    return gl.convert_layout(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1), layout, assert_trivial=True)
-
-
-@gluon.jit
-def _scores(q, k, N: gl.constexpr, KW: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, KW])
-    zero = gl.zeros([ROWS, N], gl.float32, layout)
-    return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _logits(s, factors, SOFTCAP: gl.constexpr):
     """Logits from scores, times log2(e) if they are capped, which leaves a factor of 1 for what follows."""
     if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
         s = (1.0 - 2.0 / (gl.exp2(s * factors[1]) + 1.0)) * factors[2]
     return s
-
-
-@gluon.jit
-def _scale_rows(x, factor):
-    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -414,7 +391,7 @@ def _step(
     if TURNS:  # one consumer issues while the other is in its softmax
         mbarrier.wait(turn.index(W), phase)
         phase ^= 1
-    s = _scores(q, k_s.index(k_slot), BLOCK_N, KW)
+    s = scores(q, k_s.index(k_slot), BLOCK_N, KW)
     mbarrier.wait(v_full.index(v_slot), v_phase)
     o = warpgroup_mma(p, v_s.index(v_slot), acc, is_async=True)
     if TURNS:
@@ -433,7 +410,7 @@ def _step(
         any_raised = gl.max(raised.to(gl.int32), 0) != 0
     alpha = gl.exp2(row_max - new_max)
     p32 = gl.exp2(s * scale - new_max[:, None])
-    row_sum = _scale_rows(row_sum, alpha) + _partial_sum(p32)
+    row_sum = scale_rows(row_sum, alpha) + partial_sum(p32)
     p_next = gl.convert_layout(_rounded(p32, factors[3], P8).to(p.dtype), p.type.layout)
     # ptxas sinks the softmax below the wait for P.V, and the overlap is gone, unless a real branch stands between: this
     # wait for the next K block, predicated. As operands of the second wait the results keep LLVM from doing the same.
@@ -442,9 +419,9 @@ def _step(
     mbarrier.arrive(v_empty.index(v_slot), count=1)
     if LAZY:
         if any_raised:
-            acc = _scale_rows(acc, alpha)
+            acc = scale_rows(acc, alpha)
     else:
-        acc = _scale_rows(acc, alpha)
+        acc = scale_rows(acc, alpha)
     return (acc, p_next, new_max, row_sum, it, phase)
 
 
@@ -480,7 +457,7 @@ def _consume(
         if Q_IN_REGISTERS:  # the bandwidth of the shared memory is for K and V; Q of the next tile can load early
             q = q.load(q_l)
         mbarrier.wait(k_full.index(it % K_STAGES), (it // K_STAGES) & 1)
-        s = warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(it % K_STAGES), BLOCK_N, KW)])
+        s = warpgroup_mma_wait(0, deps=[scores(q, k_s.index(it % K_STAGES), BLOCK_N, KW)])
         mbarrier.arrive(k_empty.index(it % K_STAGES), count=1)
         if Q_IN_REGISTERS:
             # Not before: neither the load nor a barrier behind it waits until the registers are there, only their
@@ -495,7 +472,7 @@ def _consume(
         s = gl.where(seen, s, float("-inf"))
         row_max = gl.maximum(gl.max(s, 1) * factors[0], LOWEST)
         p32 = gl.exp2(s * factors[0] - row_max[:, None])
-        row_sum = _partial_sum(p32)
+        row_sum = partial_sum(p32)
         p = gl.convert_layout(_rounded(p32, factors[3], P8).to(v_s.dtype), p_l)
         acc = gl.zeros([ROWS, D], gl.float32, out_l)
         mbarrier.wait(k_full.index((it + 1) % K_STAGES), ((it + 1) // K_STAGES) & 1, pred=key_blocks > 1)
@@ -621,7 +598,7 @@ def _paged_prefill(
     if TURNS:
         mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
-    _barrier()
+    barrier()
     factor = scale * _scale_or_one(q_scale_ptr) * _scale_or_one(k_scale_ptr)
     # Of scores for what is an argument of exp2; for the soft cap: of its argument, of its result; of probabilities.
     factors = (
@@ -699,9 +676,9 @@ def launch(
     most_tiles = heads // pack * (tokens * pack // (2 * ROWS.value) + 2 * seqs)
     columns_of_box = min(head_dim, 128 // key_cache.element_size())
     _paged_prefill[(min(most_tiles, multiprocessors(query.device)),)](
-        _descriptor(query, [ROWS.value // pack, pack, head_dim]),
-        _descriptor(key_cache, [1, 1, box, columns_of_box]),
-        _descriptor(value_cache, [1, 1, box, columns_of_box]),
+        descriptor(query, (ROWS.value // pack, pack, head_dim)),
+        descriptor(key_cache, (1, 1, box, columns_of_box)),
+        descriptor(value_cache, (1, 1, box, columns_of_box)),
         out,
         out_scales,
         block_table,
@@ -787,28 +764,3 @@ CONFIG = {
     (128, False): (128, 3, 2, 2, True, False, True, 0, (240, 24, 24)),
     (256, False): (64, 2, 2, 2, False, False, True, 0, (240, 24, 24)),
 }
-
-
-GLUON_DTYPES = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float8_e5m2: gl.float8e5,
-}
-
-
-@functools.cache
-def _layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(box), GLUON_DTYPES[dtype])
-
-
-class _Descriptor(TensorDescriptor):
-    def __post_init__(self) -> None:
-        """Nothing: `why_unsupported` has checked the same, and checks take most of the time of a launch."""
-
-
-def _descriptor(x: Tensor, box: list[int]) -> TensorDescriptor:
-    """TMA descriptor of a tensor whose last dimension is contiguous."""
-    # The stride of a dimension of size 1 means nothing, can be anything, and TMA checks it.
-    strides = [16 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return _Descriptor(x, list(x.shape), [*strides, 1], box, _layout(tuple(box), x.dtype))

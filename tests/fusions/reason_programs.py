@@ -851,11 +851,11 @@ NOT_SHOWN = {
     ),
     ("idioms/quantize.py", "the range of {} is not constant"),
     ("idioms/rope.py", "the columns of {} are not in the order of the dimensions of x"),
-    ("matcher.py", "search cannot be traced on these tensors: {}: {}"),
+    ("fusions/traced/matcher.py", "search cannot be traced on these tensors: {}: {}"),
     ("ops/attention_quant.py", "{} needs addresses that are multiples of {} bytes"),
-    ("rewrite.py", "{} ({}) is one output and needed for another: the fused op computes all at once"),
+    ("graph/rewrite.py", "{} ({}) is one output and needed for another: the fused op computes all at once"),
     (
-        "rewrite.py",
+        "graph/rewrite.py",
         "{} ({}) reads an output before {} is computed, and what is written in between keeps it there",
     ),
 }

@@ -9,7 +9,10 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "fusion_passes"
 FILES = sorted(
     [
-        *(PACKAGE / name for name in ("rewrite.py", "matcher.py", "graph.py")),
+        *(
+            PACKAGE / name
+            for name in ("graph/rewrite.py", "graph/match.py", "graph/read.py", "fusions/traced/matcher.py")
+        ),
         *(path for folder in ("fusions", "idioms", "measured") for path in (PACKAGE / folder).glob("*.py")),
         *(PACKAGE / "ops" / name for name in ("attention_quant.py", "kv_cache_write.py")),
     ]
