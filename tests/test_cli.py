@@ -20,7 +20,7 @@ from fusion_passes.tools.table import table
 ROOT = Path(__file__).parents[1]
 BUILD = """
 import torch
-from fusion_passes.models.attention_fp8_static_quant import AttentionFp8StaticQuantPatternModel
+from tests.models.attention_fp8_static_quant import AttentionFp8StaticQuantPatternModel
 
 def build():
     model = AttentionFp8StaticQuantPatternModel(2, 1, 64)

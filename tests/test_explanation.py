@@ -12,10 +12,10 @@ import fusion_passes
 from fusion_passes import PassConfig
 from fusion_passes.compiler.inductor import HOOK
 from fusion_passes.fusions.builtin import FUSIONS
-from fusion_passes.models.attention_fp8_static_quant import AttentionFp8StaticQuantPatternModel
 from fusion_passes.tools.compare import compare
 from fusion_passes.tools.explain import Accuracy
 from fusion_passes.tools.places import merged_names, shorten_path, split_place
+from tests.models.attention_fp8_static_quant import AttentionFp8StaticQuantPatternModel
 from tests.traced_rules import CALLS, relu_squared_rule, unfused
 
 FP8 = torch.float8_e4m3fn
@@ -78,7 +78,7 @@ def test_page(fused):
     for text in (
         "attention_quant fused at 1 of 1 place\n",
         "1x fused attention_quant attention bfloat16 [1, 2, 32, 64]",
-        "at fusion_passes/models/attention_fp8_static_quant.py:",
+        "at tests/models/attention_fp8_static_quant.py:",
         "of the FP8 codes differ, by at most ",
         "times as fast (wall clock, median of ",
         "of the first call with compilation",

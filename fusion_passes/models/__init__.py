@@ -1,1 +1,1 @@
-"""Reference models: plain and unfused, and the same written by hand on the fused ops, which is the ceiling."""
+"""Models on the library's layers, and how they are loaded from a checkpoint."""

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from fusion_passes.models.attention_kv_cache import AttentionKVCacheFp8StaticQuantFusedModel as Fused
-from fusion_passes.models.attention_kv_cache import AttentionKVCacheFp8StaticQuantPatternModel as Model
 from fusion_passes.nn import backends
 from fusion_passes.ops.paged_attention import PagedAttentionArguments
 from fusion_passes.quant import codes, dequantize
 from tests.kernels.paged import by_kernels
+from tests.models.attention_kv_cache import AttentionKVCacheFp8StaticQuantFusedModel as Fused
+from tests.models.attention_kv_cache import AttentionKVCacheFp8StaticQuantPatternModel as Model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 

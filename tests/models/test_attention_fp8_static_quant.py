@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from fusion_passes import reference
-from fusion_passes.models.attention_fp8_static_quant import BATCHES, DTYPES, HEADS
-from fusion_passes.models.attention_fp8_static_quant import (
+from fusion_passes.quant import codes, dequantize
+from tests.models.attention_fp8_static_quant import BATCHES, DTYPES, HEADS
+from tests.models.attention_fp8_static_quant import (
     AttentionFp8StaticQuantFusedModel as Fused,
 )
-from fusion_passes.models.attention_fp8_static_quant import (
+from tests.models.attention_fp8_static_quant import (
     AttentionFp8StaticQuantPatternModel as Unfused,
 )
-from fusion_passes.quant import codes, dequantize
 
 GEOMETRY = dict(num_heads=5, num_kv_heads=1, head_dim=64, out_features=80)
 SEQS = (1, 7, 65)

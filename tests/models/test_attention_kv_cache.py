@@ -11,7 +11,10 @@ import torch.nn.functional as F
 
 import fusion_passes
 from fusion_passes import PassConfig, Report, reference
-from fusion_passes.models.attention_kv_cache import (
+from fusion_passes.nn import backends
+from fusion_passes.quant import codes, dequantize, quantize
+from tests.fusions.accuracy import check
+from tests.models.attention_kv_cache import (
     BATCHES,
     DTYPES,
     HEAD_DIMS,
@@ -20,11 +23,8 @@ from fusion_passes.models.attention_kv_cache import (
     SHARED_PAGES,
     lengths_of,
 )
-from fusion_passes.models.attention_kv_cache import AttentionKVCacheFp8StaticQuantFusedModel as Fused
-from fusion_passes.models.attention_kv_cache import AttentionKVCacheFp8StaticQuantPatternModel as Model
-from fusion_passes.nn import backends
-from fusion_passes.quant import codes, dequantize, quantize
-from tests.fusions.accuracy import check
+from tests.models.attention_kv_cache import AttentionKVCacheFp8StaticQuantFusedModel as Fused
+from tests.models.attention_kv_cache import AttentionKVCacheFp8StaticQuantPatternModel as Model
 
 FUSE = PassConfig(profitability="ignore")
 SAMPLE = 16

@@ -5,10 +5,10 @@ import torch
 
 import fusion_passes
 from fusion_passes import PassConfig, Report, reference
-from fusion_passes.models.attention_fp8_static_quant import BATCHES, DTYPES, HEADS
-from fusion_passes.models.attention_fp8_static_quant import AttentionFp8StaticQuantPatternModel as Model
 from fusion_passes.models.llama import PRESETS, Llama, to_fp8
 from tests.fusions.accuracy import check
+from tests.models.attention_fp8_static_quant import BATCHES, DTYPES, HEADS
+from tests.models.attention_fp8_static_quant import AttentionFp8StaticQuantPatternModel as Model
 
 FUSE = PassConfig(profitability="ignore")
 

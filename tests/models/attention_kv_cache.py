@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fusion_passes import reference
-from fusion_passes.models.attention_fp8_static_quant import FP8, SPELLINGS, Quantize
 from fusion_passes.nn import Attention, AttentionMetadata, FP8Linear
+from tests.models.attention_fp8_static_quant import FP8, SPELLINGS, Quantize
 
 HEADS = ((64, 8), (40, 8), (32, 8), (8, 1))  # query heads, key and value heads
 HEAD_DIMS = (64, 128, 256)
