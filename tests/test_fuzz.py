@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fusion_passes import idioms
 from fusion_passes.testing import fuzz
-from fusion_passes.testing.fuzz import campaign, code, hunt, mutants, oracle
+from fusion_passes.testing.fuzz import campaign, code, hunt, ideal, mutants, oracle
 from fusion_passes.testing.fuzz.program import Program
 
 SEED = 20_261_130
@@ -126,6 +126,98 @@ def test_values_near_the_ideal_ones():
         oracle.check_near("x", stock, all_one_step, stock.float(), 2.0**-20)
     with pytest.raises(fuzz.Fault, match="another NaN"):
         oracle.check_near("x", stock, torch.where(ideal > 0, torch.nan, ideal).to(stock.dtype), ideal, 2.0**-20)
+
+
+def of_seeds(stock, fused):
+    """Results for `check_all_near`: stock's and the fused error for each seed, of values between 1 and 2."""
+
+    def results(seeds):
+        for seed in seeds:
+            ideal = torch.linspace(1.0, 2.0, 100)
+            yield [oracle.Near("x", ideal + stock(seed), ideal + fused(seed), ideal, 2.0**-20)]
+
+    return results
+
+
+def test_what_is_far_by_chance_is_judged_by_other_inputs():
+    quiet, jumps = (lambda seed: torch.full((100,), 1e-4)), (lambda seed: torch.eye(100)[seed] * (seed % 8 == 0))
+    oracle.check_all_near(of_seeds(quiet, lambda seed: jumps(seed) * (seed == 0)))
+    oracle.check_all_near(of_seeds(jumps, lambda seed: jumps(seed + 4)))
+    with pytest.raises(fuzz.Fault, match="too far from fp32: x of 32 seeds: 4 of 3200 values"):
+        oracle.check_all_near(of_seeds(quiet, jumps))
+    with pytest.raises(fuzz.Fault, match="further from fp32 than stock: x of 32 seeds"):
+        oracle.check_all_near(of_seeds(quiet, lambda seed: torch.full((100,), 1.4e-4)))
+
+
+def test_a_fault_that_no_inputs_excuse_is_one_at_once():
+    with pytest.raises(fuzz.Fault, match="another NaN: x: 1 of 100"):
+        oracle.check_all_near(of_seeds(lambda seed: 0.0, lambda seed: torch.where(torch.arange(100) == 0, torch.nan, 0.0)))
+
+
+def test_other_inputs_are_those_of_another_seed():
+    program = a_program("y = x * 2")
+    assert torch.equal(program.make_inputs()[0], program.make_inputs(seed=0)[0])
+    assert not torch.equal(program.make_inputs()[0], program.make_inputs(seed=1)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_ideal_values_are_not_rounded(dtype):
+    x, scale = torch.randn(6, 8), torch.tensor(0.3)
+    given = x.to(dtype)
+    with ideal.InFP32() as mode:
+        y = (given * scale).to(torch.bfloat16).sum(-1)
+        codes = y.to(torch.float8_e4m3fn)
+        split = (given * 3).chunk(2, -1)[1]
+    assert torch.equal(y, (given * scale).to(torch.bfloat16).sum(-1))
+    exact = (given.float() * scale).sum(-1)
+    assert torch.equal(mode.of(y), exact)
+    assert torch.equal(mode.of(codes).float(), exact.to(torch.float8_e4m3fn).float())
+    assert torch.equal(mode.of(split), given.float()[:, 4:] * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_ideal_values_are_written_where_the_values_are(dtype):
+    given = torch.arange(6.0).to(dtype)
+    with ideal.InFP32() as mode:
+        wide, same, part = given.float(), given.to(dtype), given[2:]
+        torch.ops.fusion_passes_fuzz.bump_(given)
+        part.mul_(1.001)
+    assert torch.equal(wide, torch.arange(6.0)) is (dtype is torch.bfloat16), "a cast that changes nothing is an alias"
+    assert torch.equal(mode.of(wide), torch.arange(6.0)) is (dtype is torch.bfloat16)
+    exact = torch.arange(1.0, 7.0) * torch.tensor([1.0, 1.0, *[1.001] * 4])
+    for x in (given, same):
+        assert torch.equal(mode.of(x), exact)
+    assert torch.equal(mode.of(part), exact[2:])
+
+
+def test_generated_code_is_measured_against_fp32():
+    # Where stock computes in 16 bits as eager torch does, who rounds less is far from both of them.
+    program = a_program(
+        "y = F.scaled_dot_product_attention(x[0], x[1], x[2]).transpose(1, 2).flatten(2)",
+        "y = ops.quantize_fp8(y, scale).float() * 0.5",
+        inputs=(("x", "torch.randn(3, 2, 1, 5, 16, dtype=torch.bfloat16)"), ("scale", "torch.tensor(0.02)")),
+        writes=True,
+    )
+    assert code.check_program(program)["attention_quant"] == 1
+
+
+def test_no_view_of_an_input_with_an_offset_is_written_to_by_an_op():
+    # Stock writes somewhere else then, past the end of the storage too.
+    offset = 0
+    for program in fuzz.draw(2, 300, fuzz.writing_programs()):
+        for name, x in zip(program.names, program.make_inputs(), strict=True):
+            if isinstance(x, torch.Tensor) and x.storage_offset():
+                offset += f"custom.bump_({name})" in program.source
+                assert f"custom.bump_({name}[" not in program.source
+                assert f"custom.bump_({name}.t" not in program.source
+    assert offset, "the whole of such an input is written to"
+
+
+def test_bytes_of_codes_are_compared_as_codes():
+    drawn = [p for p in fuzz.draw(2, 500, fuzz.pure_programs()) if "view(torch.uint8)" in p.source]
+    assert drawn
+    for program in drawn:
+        assert not any(torch.uint8 is x.dtype for x in program.function(*program.make_inputs()))
 
 
 def test_forms_and_aliases():

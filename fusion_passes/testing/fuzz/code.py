@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,24 +20,41 @@ from fusion_passes.compiler.registration import compile as compile_with_passes
 from fusion_passes.compiler.report import Report
 from fusion_passes.fusions.rule import Level, MatchStatus
 from fusion_passes.testing.fuzz.cpp_kernels import compiled_together
-from fusion_passes.testing.fuzz.oracle import Fault, check_aliases, check_form, check_near, narrowest, same_bits
+from fusion_passes.testing.fuzz.ideal import InFP32
+from fusion_passes.testing.fuzz.oracle import (
+    Fault,
+    Near,
+    check_aliases,
+    check_all_near,
+    check_form,
+    check_near,
+    narrowest,
+    same_bits,
+)
 from fusion_passes.testing.fuzz.program import Program
 
 
 def check_code(
     function: Callable[..., Any],
-    make_inputs: Callable[[int], tuple[Any, ...]],
+    make_inputs: Callable[[int, int], tuple[Any, ...]],
     *,
     n: int = 8,
     in_place_writes: bool = True,
 ) -> Counter[str]:
-    """Compare what `function(*make_inputs(n))` returns and writes, compiled with and without the passes.
+    """Compare what `function(*make_inputs(n, seed))` returns and writes, compiled with and without the passes.
 
+    make_inputs: other seeds than 0 are asked for where a result seems too far from fp32; see `oracle`.
     Returns how often each rule was applied, and "moved".  Raises Fault.
     """
-    both = _Comparison(function, lambda: make_inputs(n), in_place_writes)
-    both.check(slice(None), slice(None))
-    return both.applied + Counter(moved=both.moved)
+    applied: list[Counter[str]] = []
+
+    def results(seeds: Sequence[int]) -> list[list[Near]]:
+        both = _Comparison(function, lambda seed: make_inputs(n, seed), in_place_writes, seeds)
+        applied.append(both.applied + Counter(moved=both.moved))
+        return [list(both.near(at, slice(None), slice(None), equal_too=len(seeds) > 1)) for at in range(len(seeds))]
+
+    check_all_near(results)
+    return applied[0]
 
 
 def check_program(program: Program) -> Counter[str]:
@@ -88,8 +105,8 @@ def _suspects(programs: Sequence[Program]) -> tuple[Counter[str], list[int]]:
             start += count
         return tuple(outputs)
 
-    def make_inputs() -> tuple[Any, ...]:
-        return tuple(x for program in programs for x in program.make_inputs())
+    def make_inputs(seed: int) -> tuple[Any, ...]:
+        return tuple(x for program in programs for x in program.make_inputs(seed=seed))
 
     both = _Comparison(together, make_inputs, programs[0].in_place_writes)
     suspects = []
@@ -97,7 +114,8 @@ def _suspects(programs: Sequence[Program]) -> tuple[Counter[str], list[int]]:
     for at, program in enumerate(programs):
         written = sum(len(_tensors(x)) for x in program.make_inputs())
         try:
-            both.check(slice(outputs, outputs + len(program.results)), slice(tensors, tensors + written))
+            for near in both.near(0, slice(outputs, outputs + len(program.results)), slice(tensors, tensors + written)):
+                check_near(near.name, near.stock, near.fused, near.ideal, near.eps)
         except Fault:
             suspects.append(at)
         outputs, tensors = outputs + len(program.results), tensors + written
@@ -105,17 +123,22 @@ def _suspects(programs: Sequence[Program]) -> tuple[Counter[str], list[int]]:
 
 
 class _Comparison:
-    """A function in eager torch, compiled by stock, and with the passes: each sees its own inputs."""
+    """A function compiled by stock and with the passes, called with the inputs of some seeds."""
 
     def __init__(
-        self, function: Callable[..., Any], make_inputs: Callable[[], tuple[Any, ...]], in_place_writes: bool
+        self,
+        function: Callable[..., Any],
+        make_inputs: Callable[[int], tuple[Any, ...]],
+        in_place_writes: bool,
+        seeds: Sequence[int] = (0,),
     ) -> None:
+        self._function, self._make_inputs, self._seeds = function, make_inputs, seeds
+        self._ideal: dict[int, _Run] = {}
         report = Report()
-        self.eager = _Run(function, make_inputs())
-        self.stock = _compiled(function, make_inputs(), PassConfig(level=Level.O0), Report())
+        self.stock, stock_code = self._compiled(PassConfig(level=Level.O0), Report())
         try:
             config = PassConfig(profitability=Profitability.IGNORE, in_place_writes=in_place_writes)
-            self.fused = _compiled(function, make_inputs(), config, report)
+            self.fused, fused_code = self._compiled(config, report)
         except Exception as error:
             raise Fault("does not run", f"{type(error).__name__}: {error}") from error
         self.applied = Counter(site.rule for site in report.sites if site.status is MatchStatus.FUSED)
@@ -123,54 +146,65 @@ class _Comparison:
         for site in report.sites:
             if site.reason.startswith("the rule failed"):
                 raise Fault("a rule failed", f"{site.rule}: {site.reason}")
-        if len(self.stock.code) != len(self.fused.code):
-            raise Fault("another number of graphs", f"{len(self.stock.code)} and {len(self.fused.code)}")
-        if not self.applied and not self.moved and self.stock.code != self.fused.code:
+        if len(stock_code) != len(fused_code):
+            raise Fault("another number of graphs", f"{len(stock_code)} and {len(fused_code)}")
+        if not self.applied and not self.moved and stock_code != fused_code:
             raise Fault("other code", "nothing was fused, and the generated code is another one")
 
-    def check(self, outputs: slice, tensors: slice) -> None:
-        """Compare some of the outputs, and of the tensors that were given.  Where nothing was fused the code is the
-        same, and stock's own faults (torch 2.11 reads memory that nothing wrote) are not ours."""
-        runs = (self.stock, self.fused, self.eager)
-        eps = narrowest(run for run in (*self.eager.tensors[tensors], *self.eager.outputs[outputs]))
-        results = zip(*(run.outputs[outputs] for run in runs), strict=True)
-        given = zip(*(run.tensors[tensors] for run in runs), strict=True)
-        named = [(f"result {i}", values) for i, values in enumerate(results)]
-        named += [(f"input {i}", values) for i, values in enumerate(given)]
-        for name, (x, y, z) in named:
-            check_form(name, x, y)
-            if not same_bits(x, y):
-                if not self.applied and not self.moved:
-                    continue
-                check_near(name, x, y, z if z.shape == x.shape else x, eps, on_average=False)
-        pairs = [(run.outputs[outputs], run.tensors[tensors]) for run in runs[:2]]
-        check_aliases((pairs[0][0], pairs[1][0]), (pairs[0][1], pairs[1][1]))
+    def _compiled(self, config: PassConfig, report: Report) -> tuple[list[_Run], list[str]]:
+        """What it does with the inputs of each seed, and its code."""
+        from torch._functorch import config as functorch_config
+        from torch._inductor import config as inductor_config
+        from torch._inductor.utils import run_and_get_code
+
+        def run() -> list[_Run]:
+            compiled = compile_with_passes(self._function, config, report=report)
+            return [_Run(compiled, self._make_inputs(seed)) for seed in self._seeds]
+
+        torch._dynamo.reset()
+        try:
+            no_graph_cache = functorch_config.patch(enable_autograd_cache=False)
+            with compiled_together(), no_graph_cache, inductor_config.patch(fx_graph_cache=False):
+                runs, code = run_and_get_code(run)
+        finally:
+            torch._dynamo.reset()
+        return runs, [_without_numbers(text) for text in code]
+
+    def near(self, at: int, outputs: slice, tensors: slice, *, equal_too: bool = False) -> Iterator[Near]:
+        """Compare some of the outputs, and of the tensors that were given, of the `at`-th seed: raises where what must
+        be equal is not.  The results that are not equal bit for bit; equal_too: all results.
+
+        Where nothing was fused the code is the same, and stock's own faults (torch 2.11 reads memory that nothing
+        wrote) are not ours."""
+        stock, fused = self.stock[at], self.fused[at]
+        eps = narrowest((*stock.tensors[tensors], *stock.outputs[outputs]))
+        for kind, part in (("outputs", outputs), ("tensors", tensors)):
+            for i, (x, y) in enumerate(zip(getattr(stock, kind)[part], getattr(fused, kind)[part], strict=True)):
+                name = f"{'result' if kind == 'outputs' else 'input'} {i}"
+                check_form(name, x, y)
+                if equal_too or ((self.applied or self.moved) and not same_bits(x, y)):
+                    yield Near(name, x, y, getattr(self._ideally(at), kind)[part][i], eps)
+        check_aliases(
+            (stock.outputs[outputs], fused.outputs[outputs]), (stock.tensors[tensors], fused.tensors[tensors])
+        )
+
+    def _ideally(self, at: int) -> _Run:
+        if at not in self._ideal:
+            inputs = self._make_inputs(self._seeds[at])
+            with InFP32() as mode:
+                run = _Run(self._function, inputs)
+                run.outputs, run.tensors = [[mode.of(x) for x in of] for of in (run.outputs, run.tensors)]
+            self._ideal[at] = run
+        return self._ideal[at]
 
 
 class _Run:
     """One call: what it returned, and the tensors that it may have written to, as they are afterwards."""
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
-        self.code: list[str] = []
         self.tensors = [x for given in inputs for x in _tensors(given)]
         with torch.no_grad():
             self.outputs = list(function(*inputs))
-
-
-def _compiled(function: Callable[..., Any], inputs: tuple[Any, ...], config: PassConfig, report: Report) -> _Run:
-    from torch._functorch import config as functorch_config
-    from torch._inductor import config as inductor_config
-    from torch._inductor.utils import run_and_get_code
-
-    torch._dynamo.reset()
-    try:
-        no_graph_cache = functorch_config.patch(enable_autograd_cache=False)
-        with compiled_together(), no_graph_cache, inductor_config.patch(fx_graph_cache=False):
-            run, code = run_and_get_code(lambda: _Run(compile_with_passes(function, config, report=report), inputs))
-    finally:
-        torch._dynamo.reset()
-    run.code = [_without_numbers(text) for text in code]
-    return run
 
 
 def _without_numbers(code: str) -> str:

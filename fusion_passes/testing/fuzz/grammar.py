@@ -109,7 +109,7 @@ def _views(b: Builder, out: str) -> str:
 def _behind(b: Builder, codes: str) -> None:
     """Views behind codes, and who reads them."""
     b.returns(codes) if b.one_in(4) else None
-    ndim = b.tensor(codes).ndim
+    ndim, dtype = b.tensor(codes).ndim, b.tensor(codes).dtype
     ways = {
         "nothing": codes,
         "view": f"{codes}.unsqueeze(0)",
@@ -120,10 +120,11 @@ def _behind(b: Builder, codes: str) -> None:
         "clone": f"{codes}.clone()",
         "select": f"{codes}[0]",
         "product": f"{codes}.float().flatten(0, -2) @ {codes}.float().flatten(0, -2).transpose(0, 1)",
-        "bytes": f"{codes}.view(torch.uint8)",
+        # As codes again at the end: 0x87 and 0x06 are far apart as numbers, and neighbours of zero as codes.
+        "bytes": f"{codes}.view(torch.uint8).flatten().view({dtype})",
     }
     name = b.choose("nothing", *ways) if b.one_in(3) else "nothing"
-    if name == "bytes" and b.tensor(codes).dtype.itemsize != 1:
+    if name == "bytes" and dtype.itemsize != 1:
         name = "nothing"
     b.note("behind", name)
     b.returns(codes if ways[name] == codes else b.let(ways[name]))

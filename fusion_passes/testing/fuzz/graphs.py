@@ -27,11 +27,13 @@ from fusion_passes.compiler.report import Report
 from fusion_passes.fusions.rule import MatchStatus
 from fusion_passes.graph.read import META_ONLY, calls
 from fusion_passes.quant import FP8_DTYPES
+from fusion_passes.testing.fuzz.ideal import InFP32
 from fusion_passes.testing.fuzz.oracle import (
     Fault,
+    Near,
     check_aliases,
+    check_all_near,
     check_form,
-    check_near,
     check_same_bits,
     narrowest,
     same_strides,
@@ -50,15 +52,16 @@ LARGER = 3
 
 def check_graph(
     function: Callable[..., Any],
-    make_inputs: Callable[[int], tuple[Any, ...]],
+    make_inputs: Callable[[int, int], tuple[Any, ...]],
     *,
     backend: str = "cpu",
     n: int = 8,
     dynamic: Sequence[tuple[str, int]] = (),
     in_place_writes: bool = True,
 ) -> Counter[str]:
-    """Compare `function(*make_inputs(n))` with and without the passes, as post-grad graphs; see `Program`.
+    """Compare `function(*make_inputs(n, seed))` with and without the passes, as post-grad graphs; see `Program`.
 
+    make_inputs: other seeds than 0 are asked for where a result seems too far from fp32; see `oracle`.
     Returns how often each rule was applied, and "moved" for writes that stay in place since reads were moved.
     Raises Fault.
     """
@@ -67,28 +70,27 @@ def check_graph(
 
 @dataclass(frozen=True)
 class Traced:
-    """Stock's graph of a program, its inputs, and those of another size where one is dynamic."""
+    """Stock's graph of a program, what makes its inputs, and for which sizes: two where one is dynamic."""
 
     graph: Graph
-    inputs: tuple[Any, ...]
-    larger: tuple[Any, ...] | None
+    make_inputs: Callable[[int, int], tuple[Any, ...]]
+    sizes: tuple[int, ...]
     backend: str
 
     @classmethod
     def of(
         cls,
         function: Callable[..., Any],
-        make_inputs: Callable[[int], tuple[Any, ...]],
+        make_inputs: Callable[[int, int], tuple[Any, ...]],
         *,
         backend: str = "cpu",
         n: int = 8,
         dynamic: Sequence[tuple[str, int]] = (),
     ) -> Traced:
         """Raises NotTraced."""
-        inputs = make_inputs(n)
-        graph = _traced(function, inputs, backend, dynamic)
-        larger = _larger(graph, function, make_inputs, n + LARGER) if dynamic else None
-        return cls(graph, inputs, larger, backend)
+        graph = _traced(function, make_inputs(n, 0), backend, dynamic)
+        sizes = (n, n + LARGER) if dynamic and _fits(graph, function, make_inputs, n + LARGER) else (n,)
+        return cls(graph, make_inputs, sizes, backend)
 
     def check(self, in_place_writes: bool = True) -> Counter[str]:
         """See `check_graph`."""
@@ -99,10 +101,18 @@ class Traced:
         moved = report.count(MatchStatus.MOVED)
         if applied or moved:
             exact = applied.keys() <= BITWISE
-            _check_values(self.graph, fused, self.inputs, exact=exact, strides=self.backend == "cpu")
-            if self.larger is not None:
-                _check_values(self.graph, fused, self.larger, exact=exact, strides=False)
+            for n in self.sizes:
+                strides = self.backend == "cpu" and n == self.sizes[0]
+                self._check_values(fused, n, exact=exact, strides=strides)
         return applied + Counter(moved=moved)
+
+    def _check_values(self, fused: Graph, n: int, *, exact: bool, strides: bool) -> None:
+        def results(seeds: Sequence[int]) -> Iterator[list[Near]]:
+            for seed in seeds:
+                inputs = self.make_inputs(n, seed)
+                yield list(_compared(self.graph, fused, inputs, exact=exact, strides=strides))
+
+        check_all_near(results)
 
 
 def _traced(
@@ -213,22 +223,21 @@ def _results(graph: Graph) -> list[Any]:
     return list(output.args[0])
 
 
-def _larger(
-    stock: Graph, function: Callable[..., Any], make_inputs: Callable[[int], tuple[Any, ...]], n: int
-) -> tuple[Any, ...] | None:
-    """Inputs of another size; None where the program is another one for it."""
-    inputs = make_inputs(n)
+def _fits(
+    stock: Graph, function: Callable[..., Any], make_inputs: Callable[[int, int], tuple[Any, ...]], n: int
+) -> bool:
+    """True where the graph is that of the program for another size too."""
     try:
-        found = testing.run(stock, *inputs)
-        expected = function(*make_inputs(n))
+        found = testing.run(stock, *make_inputs(n, 0))
+        expected = function(*make_inputs(n, 0))
     except Exception:
-        return None  # a size was fixed while tracing
+        return False  # a size was fixed while tracing
     tensors = [x for x in pytree.tree_leaves(expected) if isinstance(x, Tensor)]
-    fits = all(x.shape == y.shape for x, y in zip(found, tensors, strict=True))
-    return inputs if fits else None
+    return all(x.shape == y.shape for x, y in zip(found, tensors, strict=True))
 
 
-def _check_values(stock: Graph, fused: Graph, inputs: tuple[Any, ...], *, exact: bool, strides: bool) -> None:
+def _compared(stock: Graph, fused: Graph, inputs: tuple[Any, ...], *, exact: bool, strides: bool) -> Iterator[Near]:
+    """Run both graphs: raises where what must be equal is not; the results that need not be."""
     given = [[x.clone() if isinstance(x, Tensor) and 0 not in x.stride() else x for x in inputs] for _ in range(2)]
     outputs = [list(testing.run(graph, *values)) for graph, values in zip((stock, fused), given, strict=True)]
     for name, values in zip(("stock", "fused"), given, strict=True):
@@ -244,8 +253,13 @@ def _check_values(stock: Graph, fused: Graph, inputs: tuple[Any, ...], *, exact:
             check_same_bits(name, x, y)
             continue
         check_form(name, x, y, strides=strides)
-        ideal = list(_InFP32(stock).results(inputs)) if ideal is None else ideal
-        check_near(name, x, y, ideal[i], narrowest(inputs))
+        ideal = _in_fp32(stock, inputs) if ideal is None else ideal
+        yield Near(name, x, y, ideal[i], narrowest(inputs))
+
+
+def _in_fp32(stock: Graph, inputs: tuple[Any, ...]) -> list[Any]:
+    with InFP32() as mode:
+        return [mode.of(x) for x in testing.run(stock, *inputs)]
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -260,27 +274,3 @@ def _changed(stock: Graph, fused: Graph) -> set[Node]:
         if not _is_same_call(node, old.get(node.name)) or any(source in found for source in node.all_input_nodes):
             found.add(node)
     return found
-
-
-class _InFP32(testing._OnCPU):
-    """Runs a graph without rounding to 16 bits: inputs and constants are fp32, casts to less are left out."""
-
-    def __init__(self, graph: Graph) -> None:
-        assert graph.owning_module is not None
-        super().__init__(graph.owning_module, graph=graph)
-
-    def results(self, inputs: tuple[Any, ...]) -> Any:
-        with torch.no_grad():
-            return self.run(*(_widened(x) for x in inputs))
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.dtype, _wide, (args, kwargs))
-        return super().call_function(target, args, kwargs)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def _widened(x: Any) -> Any:
-    return x.to(_wide(x.dtype)) if isinstance(x, Tensor) else x

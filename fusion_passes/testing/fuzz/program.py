@@ -101,10 +101,10 @@ class Program:
 
     @property
     def input_source(self) -> str:
-        """What makes its inputs, as a function of `n`."""
-        lines = ("torch.manual_seed(0)", *(f"{name} = {text}" for name, text in self.inputs))
+        """What makes its inputs, as a function of `n` and a seed of random numbers."""
+        lines = ("torch.manual_seed(seed)", *(f"{name} = {text}" for name, text in self.inputs))
         body = "\n".join((*lines, f"return ({', '.join(self.names)},)" if self.names else "return ()"))
-        return f"def inputs(n={self.n}):\n{textwrap.indent(body, '    ')}\n"
+        return f"def inputs(n={self.n}, seed=0):\n{textwrap.indent(body, '    ')}\n"
 
     @property
     def function(self) -> Callable[..., tuple[Any, ...]]:
@@ -112,10 +112,11 @@ class Program:
         function: Callable[..., tuple[Any, ...]] = _executed(self.source, "program")
         return function
 
-    def make_inputs(self, n: int | None = None) -> tuple[Any, ...]:
-        """Fresh inputs, always the same for one `n`.  The random numbers of the process are left as they are."""
+    def make_inputs(self, n: int | None = None, seed: int = 0) -> tuple[Any, ...]:
+        """Fresh inputs, always the same for one `n` and seed.  The random numbers of the process are left as they
+        are."""
         with torch.random.fork_rng(devices=[]):
-            made: tuple[Any, ...] = _executed(self.input_source, "inputs")(self.n if n is None else n)
+            made: tuple[Any, ...] = _executed(self.input_source, "inputs")(self.n if n is None else n, seed)
         return made
 
     def test(self, name: str = "test_found_by_the_fuzzer") -> str:
