@@ -10,12 +10,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from fusion_passes.testing.fuzz import jobs
+from fusion_passes.testing.fuzz import jobs, workers
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,16 +28,15 @@ def main(argv: list[str] | None = None) -> int:
     if len(todo) < len(numbers):
         print(f"{len(numbers) - len(todo)} of {len(numbers)} jobs are done already: {journal}", flush=True)
     start = time.monotonic()
-    with ProcessPoolExecutor(arguments.processes, get_context("spawn"), jobs.start) as pool, journal.open("a") as kept:
-        pending = [pool.submit(jobs.run, arguments.seed, job, arguments.shrink) for job in todo]
-        for count, future in enumerate(as_completed(pending), 1):
-            record = future.result()
+    tasks = [workers.Task(arguments.seed, job, arguments.shrink) for job in todo]
+    with journal.open("a") as kept:
+        for count, record in enumerate(workers.run_all(tasks, arguments.processes), 1):
             done[record["job"]] = record
             kept.write(json.dumps(record) + "\n")
             kept.flush()
             for finding in record["findings"]:
                 _keep(folder, finding)
-            _say(count, len(pending), done, time.monotonic() - start)
+            _say(count, len(tasks), done, time.monotonic() - start)
     summary = _summary([done[job] for job in numbers], arguments)
     (folder / f"summary-{arguments.seed}.json").write_text(json.dumps(summary, indent=2) + "\n")
     if arguments.record:
@@ -70,10 +67,12 @@ def _read(journal: Path) -> Iterator[dict[str, Any]]:
 
 
 def _keep(folder: Path, finding: dict[str, Any]) -> None:
-    """A finding's seed in a list, and its test in a file."""
+    """A finding's seed in a list, and its test in a file; a crash while drawing has none."""
     with (folder / "seeds.txt").open("a") as file:
         file.write(f"{finding['seed']} {finding['at']} {finding['kind']}\n")
-    (folder / f"test_{finding['seed']}_{finding['at']}.py").write_text(f'"""{finding["text"]}"""\n\n{finding["test"]}')
+    if finding["test"]:
+        test = f"test_{finding['seed']}_{finding['at']}.py"
+        (folder / test).write_text(f'"""{finding["text"]}"""\n\n{finding["test"]}')
 
 
 def _say(count: int, pending: int, done: dict[int, dict[str, Any]], seconds: float) -> None:

@@ -11,10 +11,11 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as of_seed
 from hypothesis import strategies as st
 from hypothesis.errors import HypothesisException
 
@@ -30,6 +31,10 @@ SEEDS = 1_000_003
 """Of hypothesis, for one number."""
 TOGETHER = 24
 """Programs that are compiled as one."""
+
+
+Origin = tuple[Program, int, int]
+"""A program, the seed of hypothesis that drew it, and its place in what was drawn by that."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ def drawn_by(number: int, strategy: st.SearchStrategy[Program] | None = None) ->
     """The programs of one seed of hypothesis, as a finding names them: by its `seed`, and `at`, the place here."""
     drawn: list[Program] = []
 
-    @seed(number)
+    @of_seed(number)
     @_settings(Phase.generate)
     @given(programs() if strategy is None else strategy)
     def collect(program: Program) -> None:
@@ -75,8 +80,7 @@ def drawn_by(number: int, strategy: st.SearchStrategy[Program] | None = None) ->
     return drawn
 
 
-def _draw(number: int, count: int, strategy: st.SearchStrategy[Program] | None) -> Iterator[tuple[Program, int, int]]:
-    """(program, seed, at) each."""
+def _draw(number: int, count: int, strategy: st.SearchStrategy[Program] | None) -> Iterator[Origin]:
     seen: set[tuple[object, ...]] = set()
     for run in itertools.count():
         for at, program in enumerate(drawn_by(number * SEEDS + run, strategy)):
@@ -102,39 +106,64 @@ def check(program: Program) -> Counter[str]:
     )
 
 
-def run(number: int, count: int, strategy: st.SearchStrategy[Program] | None = None) -> Outcome:
-    """Draw and check `count` programs."""
+def run(
+    number: int,
+    count: int,
+    strategy: st.SearchStrategy[Program] | None = None,
+    *,
+    skip: Collection[tuple[int, int]] = (),
+    alone: bool = False,
+    tell: Callable[[Sequence[Origin]], None] = lambda origins: None,
+) -> Outcome:
+    """Draw and check `count` programs.
+
+    skip: (seed, at) of programs that are drawn and not checked.  alone: compile every program that writes by itself.
+    tell: is told which programs are checked before they are.
+    """
     start = time.perf_counter()
     origins = list(_draw(number, count, strategy))
-    drawn = [program for program, _, _ in origins]
-    outcome = Outcome(programs=len(drawn))
-    for program in drawn:
+    outcome = Outcome(programs=len(origins))
+    for program, _, _ in origins:
         outcome.features.update(program.features)
-    faults: list[tuple[int, Fault]] = []
-    for at, program in enumerate(drawn):
-        if not program.writes:
-            try:
-                applied = check(program)
-            except Fault as fault:
-                faults.append((at, fault))
-                continue
-            except NotTraced as error:
-                outcome.not_traced[str(error)[:80]] += 1
-                continue
-            outcome.applied.update(applied)
-            outcome.fusing += bool(applied)
-    for in_place_writes in (True, False):
-        writing = [i for i, p in enumerate(drawn) if p.writes and p.in_place_writes is in_place_writes]
-        for first in range(0, len(writing), TOGETHER):
-            some = writing[first : first + TOGETHER]
-            applied, found = code.check_together([drawn[i] for i in some])
-            outcome.applied.update(applied)
-            faults += [(some[i], fault) for i, fault in found.items()]
-    for index, shown in sorted(faults, key=lambda found: found[0]):
-        program, of_program, at = origins[index]
-        outcome.findings.append(Finding(program, shown, of_program, at))
+    checked = [origin for origin in origins if origin[1:] not in skip]
+    faults = [*_check_graphs(checked, outcome, tell), *_check_code(checked, outcome, 1 if alone else TOGETHER, tell)]
+    order = {origin[1:]: i for i, origin in enumerate(origins)}
+    found = [Finding(program, fault, seed, at) for (program, seed, at), fault in faults]
+    outcome.findings = sorted(found, key=lambda finding: order[finding.seed, finding.at])
     outcome.seconds = time.perf_counter() - start
     return outcome
+
+
+def _check_graphs(
+    origins: Sequence[Origin], outcome: Outcome, tell: Callable[[Sequence[Origin]], None]
+) -> Iterator[tuple[Origin, Fault]]:
+    for origin in origins:
+        if origin[0].writes:
+            continue
+        tell([origin])
+        try:
+            applied = check(origin[0])
+        except Fault as fault:
+            yield origin, fault
+        except NotTraced as error:
+            outcome.not_traced[str(error)[:80]] += 1
+        else:
+            outcome.applied.update(applied)
+            outcome.fusing += bool(applied)
+
+
+def _check_code(
+    origins: Sequence[Origin], outcome: Outcome, size: int, tell: Callable[[Sequence[Origin]], None]
+) -> Iterator[tuple[Origin, Fault]]:
+    """size: how many programs are compiled as one."""
+    for in_place_writes in (True, False):
+        writing = [origin for origin in origins if origin[0].writes and origin[0].in_place_writes is in_place_writes]
+        for first in range(0, len(writing), size):
+            some = writing[first : first + size]
+            tell(some)
+            applied, found = code.check_together([program for program, _, _ in some])
+            outcome.applied.update(applied)
+            yield from ((some[at], fault) for at, fault in found.items())
 
 
 def shrink(
@@ -166,7 +195,7 @@ def shrink(
 
     seen = [0]
 
-    @seed(finding.seed)
+    @of_seed(finding.seed)
     @_settings(Phase.generate, Phase.shrink)
     @given(programs() if strategy is None else strategy)
     def fails(program: Program) -> None:
