@@ -96,7 +96,7 @@ class _Math:
             inner, judged = safe
             node = self.up(inner)
         scores = self._softmax_op(node) or self._quotient(node)
-        if scores is not None and judged is not None and self._exactly(judged) is not self._exactly(scores):
+        if scores is not None and judged is not None and not self._is_scores(judged, scores):
             raise Unread(node, "looks like attention, but rows are emptied by something other than the scores")
         if scores is None and _has_softmax_above(node):
             what = "a view that is not read" if is_view(node) else op_name(node)
@@ -116,12 +116,26 @@ class _Math:
         self.nodes.add(node)
         return scores
 
-    def _exactly(self, node: Node) -> Node:
-        """Up through views that leave the matrices as they are, and casts that lose nothing."""
-        while _keeps_matrices(node) or is_exact_cast(node):
+    def _is_scores(self, judged: Node, scores: Node) -> bool:
+        """True where `judged` is the scores.  Not always the same node: where a scale stands right before the softmax,
+        Inductor computes it once more, or behind the maximum, where it is in `factor` already; see `_shifted`."""
+        (t, in_judged), (s, in_scores) = self._unscaled(judged), self._unscaled(scores)
+        return t is s and math.isclose(in_judged, in_scores * self.factor, rel_tol=1e-3)
+
+    def _unscaled(self, node: Node) -> tuple[Node, float]:
+        """(source, factor): up through views that leave the matrices as they are, casts that lose nothing, and
+        multiplications by constants."""
+        factor = 1.0
+        while True:
+            if _keeps_matrices(node) or is_exact_cast(node):
+                following = node.all_input_nodes[0]
+            elif (scaled := _scaled(node)) is not None:
+                following, times = scaled
+                factor *= times
+            else:
+                return node, factor
             self.nodes.add(node)
-            node = node.all_input_nodes[0]
-        return node
+            node = following
 
     def _safe(self, node: Node) -> tuple[Node, Node] | None:
         """(softmax, scores) of `where(no score in the row is above -inf, 0, softmax)`."""

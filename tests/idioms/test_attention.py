@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from fusion_passes.idioms import attention_mask, recognize
 from fusion_passes.idioms.attention import BACKENDS, SPELLINGS, Attention
-from fusion_passes.testing import capture, capture_cuda, run
+from fusion_passes.testing import capture, capture_cuda, capture_traced, run
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten
@@ -234,6 +234,50 @@ def test_masks_and_scales_in_the_math_form():
         return torch.softmax((q @ k.mT).float() * 0.3, -1).to(BF16) @ v
 
     assert read(scale_in_the_softmax, q, k, v).scale == pytest.approx(0.3)
+
+
+SCALES = {"divided": lambda s: s / 8.0, "multiplied": lambda s: s * 0.125}
+
+
+def without_empty_rows(q, k, v, scale, judge=lambda s, scaled: scaled):
+    s = q @ k.transpose(-1, -2)
+    empty = (judge(s, scale(s)) == -math.inf).all(-1, keepdim=True)
+    return torch.where(empty, 0.0, torch.softmax(scale(s), -1)) @ v
+
+
+@pytest.mark.parametrize("on_cuda", [False, True], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_rows_emptied_by_scores_that_are_scaled_right_before_the_softmax(scale, dtype, on_cuda):
+    # Inductor computes that scale twice (torch 2.13), or behind the maximum (before).
+    given = qkv(kv_heads=4, kv_len=16, dtype=dtype)
+
+    def attend(q, k, v):
+        return without_empty_rows(q, k, v, scale)
+
+    graph = capture_cuda(attend, *given, backend="math") if on_cuda else capture_traced(attend, *given)
+    attention = the(graph)
+    assert attention.scale == pytest.approx(0.125)
+    attended = F.scaled_dot_product_attention(*given, scale=0.125)
+    torch.testing.assert_close(value_of(graph, attention.output), attended, atol=2e-2, rtol=2e-2)
+
+
+OTHER_SCORES = {
+    "scaled again": lambda s, scaled: scaled * 4.0,  # in fp16 -20,000 is no infinity, and four times that is one
+    "not scaled": lambda s, scaled: s,
+    "negated": lambda s, scaled: -scaled,
+    "rounded to fp16": lambda s, scaled: scaled.to(torch.float16),
+    "transposed": lambda s, scaled: scaled.transpose(-1, -2),
+}
+
+
+@pytest.mark.parametrize("judge", OTHER_SCORES.values(), ids=OTHER_SCORES)
+def test_rows_emptied_by_other_scores(judge):
+    def attend(q, k, v):
+        return without_empty_rows(q, k, v, SCALES["divided"], judge)
+
+    (reason,) = reasons(capture_traced(attend, *qkv(kv_heads=4, kv_len=16)))
+    assert reason == "looks like attention, but rows are emptied by something other than the scores"
 
 
 def test_default_scale_is_none():
