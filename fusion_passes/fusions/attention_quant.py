@@ -28,6 +28,7 @@ from fusion_passes.graph.read import (
     aten,
     calls,
     following_views,
+    is_high_precision,
     is_tensor,
     is_view,
     outside_users,
@@ -36,6 +37,7 @@ from fusion_passes.graph.read import (
     through_views,
     value,
 )
+from fusion_passes.graph.steps import CASTS, DIVISIONS, MULTIPLICATIONS, is_cast, is_exact_cast
 from fusion_passes.graph.symbolic import known
 from fusion_passes.graph.views import best_layout, replay
 from fusion_passes.idioms import Idioms, NearMiss
@@ -44,16 +46,7 @@ from fusion_passes.idioms.group_quantize import OPAQUE as DYNAMIC
 from fusion_passes.idioms.group_quantize import GroupQuantize
 from fusion_passes.idioms.paged_attention import PagedAttention
 from fusion_passes.idioms.quantize import Quantize
-from fusion_passes.idioms.reading import (
-    CASTS,
-    DIVISIONS,
-    MULTIPLICATIONS,
-    is_cast,
-    is_exact_cast,
-    is_high_precision,
-    op_call,
-    op_name,
-)
+from fusion_passes.idioms.reading import op_call, op_name
 from fusion_passes.measured.attention_quant import verdict as measured_verdict
 from fusion_passes.ops.attention_quant import (
     LAYOUTS,

@@ -26,6 +26,7 @@ from fusion_passes.graph.read import (
     aten,
     calls,
     is_contiguous,
+    is_high_precision,
     is_tensor,
     prims,
     same_shape,
@@ -37,7 +38,7 @@ from fusion_passes.graph.symbolic import known
 from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.opaque import OPAQUE, OpaqueOp
 from fusion_passes.idioms.paged_attention import PagedAttention
-from fusion_passes.idioms.reading import is_high_precision, made_by, op_call, op_name
+from fusion_passes.idioms.reading import made_by, op_call, op_name
 from fusion_passes.measured.query_quant import verdict as measured_verdict
 from fusion_passes.quant import FP8_DTYPES, dtype_name, max_value
 

@@ -29,6 +29,7 @@ from torch.fx import Node
 
 from fusion_passes.fusions.output_quant import check_static
 from fusion_passes.fusions.rule import Rule
+from fusion_passes.graph.arguments import arguments, tensor_node
 from fusion_passes.graph.match import Call, Match
 from fusion_passes.graph.read import (
     COPIES,
@@ -45,12 +46,12 @@ from fusion_passes.graph.read import (
     through_views,
     value,
 )
+from fusion_passes.graph.steps import is_cast
 from fusion_passes.graph.symbolic import fixed, known
 from fusion_passes.graph.views import applied, cost, replay
 from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.kv_cache import KVCacheWrite
 from fusion_passes.idioms.quantize import Quantize
-from fusion_passes.idioms.reading import arguments, is_cast, tensor_node
 from fusion_passes.idioms.rope import Rope, Table
 from fusion_passes.measured.rope_quant_kv_write import verdict as measured_verdict
 from fusion_passes.ops.kv_cache import HIGH_PRECISION_DTYPES

@@ -23,35 +23,26 @@ from fusion_passes.graph.symbolic import known
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-VIEWS = frozenset(
-    {
-        aten.reshape.default,
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.alias.default,
-        aten.detach.default,
-        aten.clone.default,
-        aten.contiguous.default,
-    }
-)
-"""Ops whose output has the elements of their input, each once, at another place or in another order.  `clone` is one:
-it moves elements, it does not change them."""
-
 RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})
-"""Of `VIEWS`, those that copy where the strides leave no other way."""
+"""Ops that keep the order of the elements, and copy where the strides leave no other way."""
+
+UNIT_DIMENSIONS = frozenset({aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
+"""Ops that add or drop dimensions of size 1."""
+
+ALIASES = frozenset({aten.alias.default, aten.detach.default})
+"""Ops that give their input back under another name."""
 
 COPIES = frozenset({aten.clone.default, aten.contiguous.default})
-"""Of `VIEWS`, those that exist only to change the memory layout."""
+"""Ops that change the memory layout and nothing else: a copy moves elements, it does not change them."""
 
 PERMUTATIONS = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})
-"""Of `VIEWS`, those that put the elements into another order."""
+"""Ops that put the elements into another order, counted row by row."""
+
+VIEWS = RESHAPES | UNIT_DIMENSIONS | ALIASES | COPIES | PERMUTATIONS
+"""Ops whose output has the elements of their input, each once, at another place or in another order."""
+
+PARTS = frozenset({aten.select.int, aten.slice.Tensor})
+"""Ops that take a part of a tensor along one dimension."""
 
 SPLITS = frozenset(
     {
@@ -62,7 +53,7 @@ SPLITS = frozenset(
         aten.unsafe_split_with_sizes.default,
     }
 )
-"""Ops that give the parts of a tensor along one dimension, as a tuple."""
+"""Ops that give the parts of a tensor along one dimension, as a tuple.  (`chunk` and `tensor_split` become such.)"""
 
 META_ONLY = frozenset({aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default})
 """Ops that ask what a tensor is like, and read none of its elements."""
@@ -93,6 +84,18 @@ def value(node: Node) -> Tensor:
 def is_tensor(arg: object) -> bool:
     """True for a node that produces one tensor; False for a Python number, a SymInt node, a tuple."""
     return isinstance(arg, Node) and isinstance(arg.meta.get("val"), Tensor)
+
+
+def is_high_precision(node: object) -> bool:
+    """True for a floating-point tensor of 16 bits or more."""
+    if not (isinstance(node, Node) and is_tensor(node)):
+        return False
+    return value(node).dtype.is_floating_point and value(node).dtype.itemsize >= 2
+
+
+def has_one_element(node: Node) -> bool:
+    """True where the tensor has provably one element, whatever its rank."""
+    return same_shape(value(node).shape, [1] * value(node).ndim)
 
 
 def argument(node: Node, position: int, name: str, default: object = None) -> object:
@@ -156,14 +159,14 @@ def keeps_order(node: Node) -> bool:
 
 
 def _takes_all(node: Node) -> bool:
-    """True for a `select`, a part of a split or an `expand` that provably gives all elements, each once; and for the
-    split that such a part is of."""
+    """True for a part or an `expand` that provably gives all elements, each once; and for the split that such a part is
+    of."""
     if calls(node, *SPLITS):
         return _is_of_one_part(node)
     if node.target is operator.getitem:
         split = node.args[0]
         return isinstance(split, Node) and calls(split, *SPLITS) and _is_of_one_part(split)
-    if not calls(node, aten.select.int, aten.expand.default):
+    if not calls(node, *PARTS, aten.expand.default):
         return False
     source = view_source(node)
     return source is not None and is_tensor(node) and known(value(source).numel() == value(node).numel())

@@ -9,21 +9,21 @@ import torch
 from torch import SymInt
 from torch.fx import Node
 
-from fusion_passes.graph.read import argument, aten, calls, is_tensor, keeps_order, prims, same_shape, value
-from fusion_passes.idioms import constants
-from fusion_passes.idioms.reading import (
-    Unread,
-    arguments,
-    constant,
-    is_cast,
+from fusion_passes.graph.arguments import arguments, number, operands, tensor_node
+from fusion_passes.graph.read import (
+    argument,
+    aten,
+    calls,
     is_high_precision,
-    is_start,
-    number,
-    operands,
-    show,
-    tensor_node,
-    without_copies,
+    is_tensor,
+    keeps_order,
+    prims,
+    same_shape,
+    value,
 )
+from fusion_passes.graph.steps import constant, is_cast
+from fusion_passes.idioms import constants
+from fusion_passes.idioms.reading import Unread, is_start, show, without_copies
 
 CUDNN_MASKED = frozenset({-65504.0, -65536.0})
 """What a False in a bool mask becomes for cuDNN up to torch 2.11, in place of -inf; the latter where it is bf16."""

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, Node
 
+from fusion_passes.graph.arguments import arguments, operands, tensor_node
 from fusion_passes.graph.read import (
     argument,
     aten,
     calls,
+    is_high_precision,
     is_noop,
     is_tensor,
     is_view,
@@ -24,28 +26,12 @@ from fusion_passes.graph.read import (
     value,
     view_source,
 )
+from fusion_passes.graph.steps import DIVISIONS, MULTIPLICATIONS, constant, is_cast, is_exact_cast
 from fusion_passes.idioms.attention import Attention
 from fusion_passes.idioms.attention_mask import Mask, inverted, where_parts
 from fusion_passes.idioms.idiom import NearMiss
 from fusion_passes.idioms.kv_heads import broadcast_heads, repeated_from, unexpand
-from fusion_passes.idioms.reading import (
-    DIVISIONS,
-    MULTIPLICATIONS,
-    Unread,
-    arguments,
-    constant,
-    is_4d,
-    is_cast,
-    is_exact_cast,
-    is_high_precision,
-    op_name,
-    operands,
-    read_all,
-    reduced_along_last,
-    schema_name,
-    shape_of,
-    tensor_node,
-)
+from fusion_passes.idioms.reading import Unread, is_4d, op_name, read_all, reduced_along_last, schema_name, shape_of
 
 
 def recognize(graph: Graph) -> Iterator[Attention | NearMiss]:

@@ -19,29 +19,23 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fusion_passes import quant
-from fusion_passes.graph.read import aten, calls, is_noop, is_tensor, is_view, keeps_order, same_shape, value
+from fusion_passes.graph.arguments import arguments, number, operands
+from fusion_passes.graph.read import (
+    aten,
+    calls,
+    is_high_precision,
+    is_noop,
+    is_tensor,
+    is_view,
+    keeps_order,
+    same_shape,
+    value,
+)
+from fusion_passes.graph.steps import CASTS, DIVISIONS, MULTIPLICATIONS, constant, is_cast, is_exact_cast
 from fusion_passes.graph.symbolic import known
 from fusion_passes.idioms.idiom import Idiom, NearMiss
 from fusion_passes.idioms.quantize import clamped, clamped_before
-from fusion_passes.idioms.reading import (
-    CASTS,
-    DIVISIONS,
-    MULTIPLICATIONS,
-    Unread,
-    arguments,
-    constant,
-    depends_on,
-    is_cast,
-    is_exact_cast,
-    is_high_precision,
-    made_by,
-    number,
-    op_call,
-    op_name,
-    operands,
-    read_all,
-    show,
-)
+from fusion_passes.idioms.reading import Unread, depends_on, made_by, op_call, op_name, read_all, show
 from fusion_passes.quant import FP8_DTYPES, dtype_name
 
 OPAQUE = "fusion_passes::quantize_fp8_dynamic"

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from fusion_passes.graph.arguments import arguments, number, operands, tensor_node
 from fusion_passes.graph.read import (
     argument,
     aten,
     calls,
+    has_one_element,
+    is_high_precision,
     is_noop,
     is_tensor,
     is_view,
@@ -26,30 +29,10 @@ from fusion_passes.graph.read import (
     value,
     view_source,
 )
+from fusion_passes.graph.steps import CASTS, DIVISIONS, MULTIPLICATIONS, constant, is_cast, is_exact_cast
 from fusion_passes.idioms.idiom import Idiom, NearMiss
 from fusion_passes.idioms.opaque import OPAQUE, OpaqueOp
-from fusion_passes.idioms.reading import (
-    CASTS,
-    DIVISIONS,
-    MULTIPLICATIONS,
-    OpCall,
-    Unread,
-    arguments,
-    constant,
-    depends_on,
-    has_one_element,
-    is_cast,
-    is_exact_cast,
-    is_finite,
-    is_high_precision,
-    number,
-    op_call,
-    operands,
-    read_all,
-    shape_of,
-    show,
-    tensor_node,
-)
+from fusion_passes.idioms.reading import OpCall, Unread, depends_on, op_call, read_all, shape_of, show
 from fusion_passes.quant import FP8_DTYPES, dtype_name
 
 QUANTIZED_DECOMPOSED = "quantized_decomposed::quantize_per_tensor"
@@ -402,7 +385,7 @@ def _peel_one(node: Node) -> tuple[Node, float, bool] | None:
     left, right = both
     for tensor, other, swapped in ((left, right, False), (right, left, True)):
         by, operand = constant(other), tensor_node(tensor)
-        if by is None or operand is None or by == 0.0 or not is_finite(by):
+        if by is None or operand is None or by == 0.0 or not math.isfinite(by):
             continue
         if calls(node, *MULTIPLICATIONS):
             return operand, by, False

@@ -1,16 +1,16 @@
-"""What the readers of idioms share: constants, scalar factors, and how a reading fails."""
+"""What the readers of idioms share: how a reading fails, calls of opaque ops, and what a sentence calls things."""
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.fx import Graph, Node
 
+from fusion_passes.graph.arguments import arguments, tensor_node
 from fusion_passes.graph.read import (
     COPIES,
     argument,
@@ -19,18 +19,11 @@ from fusion_passes.graph.read import (
     is_functionalized,
     is_noop,
     is_tensor,
-    is_view,
-    prims,
-    same_shape,
     value,
 )
 from fusion_passes.idioms.idiom import Idiom, NearMiss
 
 FoundIdiom = TypeVar("FoundIdiom", bound=Idiom)
-
-CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
-MULTIPLICATIONS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
-DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar})
 
 
 class Unread(Exception):
@@ -61,32 +54,6 @@ def read_all(
                 yield found
 
 
-_WITHOUT_VALUE = frozenset({"memory_format", "non_blocking", "pin_memory", "implicit"})
-"""Arguments that say where a result lies or how it is copied, never what it is."""
-
-
-def arguments(node: object, *names: str) -> tuple[Any, ...] | None:
-    """The arguments of these names of a call of an op, its defaults filled in: all that a reader looks at.
-
-    None where the call says more: an argument that is not named has another value than its default, so that the op
-    computes something else than the reader thinks (`alpha` of a sum, `dtype` of a reduction); and where the node is no
-    call of an op, or its op lacks one of the names."""
-    schema = getattr(node.target, "_schema", None) if isinstance(node, Node) and node.op == "call_function" else None
-    if not isinstance(node, Node) or schema is None:
-        return None
-    given = {a.name: argument(node, i, a.name, a.default_value) for i, a in enumerate(schema.arguments)}
-    for a in schema.arguments:
-        said, unsaid = given[a.name], a.default_value
-        if a.name not in names and a.name not in _WITHOUT_VALUE and (isinstance(said, Node) or said != unsaid):
-            return None
-    return tuple(given[name] for name in names) if all(name in given for name in names) else None
-
-
-def operands(node: object, *targets: object) -> tuple[Any, Any] | None:
-    """Both operands of a call of one of these binary ops; None for anything else, and where the call says more."""
-    return arguments(node, "self", "other") if calls(node, *targets) else None
-
-
 def reduced_along_last(node: Node, *targets: object) -> Node | None:
     """What a call of one of these reductions reduces along its last dimension alone, whether that is kept or not; None
     for anything else."""
@@ -96,78 +63,6 @@ def reduced_along_last(node: Node, *targets: object) -> Node | None:
         return None
     dims = list(said[1]) if isinstance(said[1], (list, tuple)) else [said[1]]
     return source if value(source).ndim and dims in ([-1], [value(source).ndim - 1]) else None
-
-
-def number(arg: object) -> float | None:
-    """A Python number in the graph (no symbolic one, no bool), or None."""
-    return float(arg) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else None
-
-
-def constant(arg: object) -> float | None:
-    """The number that every element of `arg` is: a Python number, or a tensor filled with one; None if unknown."""
-    if not isinstance(arg, Node):
-        return number(arg)
-    if calls(arg, aten.full.default, aten.scalar_tensor.default):
-        name = "fill_value" if calls(arg, aten.full.default) else "s"
-        said = arguments(arg, name, *_FACTORY, *(("size",) if name == "fill_value" else ()))
-        held = None if said is None else float(said[0]) if isinstance(said[0], bool) else number(said[0])
-    elif (is_view(arg) or calls(arg, aten.expand.default, *CASTS)) and arg.all_input_nodes:
-        held = constant(arg.all_input_nodes[0])
-    else:
-        return None
-    return held if held is None or not is_tensor(arg) else _held_as(held, value(arg).dtype)
-
-
-_FACTORY = ("dtype", "layout", "device")
-"""What the tensor that an op makes tells, see its meta value."""
-
-
-def _held_as(held: float, dtype: torch.dtype) -> float | None:
-    """A number as a tensor of this dtype holds it; None where that is not defined."""
-    if dtype.is_floating_point or dtype is torch.bool:
-        return float(torch.tensor(held, dtype=torch.float64, device="cpu").to(dtype))
-    if dtype.is_complex or not math.isfinite(held):
-        return None
-    fits = torch.iinfo(dtype).min <= math.trunc(held) <= torch.iinfo(dtype).max
-    return float(math.trunc(held)) if fits else None
-
-
-def is_cast(node: object) -> bool:
-    """True for a cast between floating-point dtypes, on one device."""
-    if not (isinstance(node, Node) and calls(node, *CASTS) and node.all_input_nodes and is_tensor(node)):
-        return False
-    source = node.all_input_nodes[0]
-    if not is_tensor(source) or value(source).device != value(node).device:
-        return False
-    return value(source).dtype.is_floating_point and value(node).dtype.is_floating_point
-
-
-def is_exact_cast(node: object) -> bool:
-    """True for a floating-point cast that loses nothing: to the same dtype, or from 16 to 32 bits and the like."""
-    if not (isinstance(node, Node) and is_cast(node)):
-        return False
-    before, after = value(node.all_input_nodes[0]).dtype, value(node).dtype
-    return before == after or 2 <= before.itemsize < after.itemsize
-
-
-def is_high_precision(node: object) -> bool:
-    """True for a floating-point tensor of 16 bits or more."""
-    return isinstance(node, Node) and is_tensor(node) and _high_precision(value(node).dtype)
-
-
-def _high_precision(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize >= 2
-
-
-def has_one_element(node: Node) -> bool:
-    """True where the tensor has provably one element, whatever its rank."""
-    shape = value(node).shape
-    return same_shape(shape, [1] * len(shape))
-
-
-def is_finite(*numbers: float) -> bool:
-    """True where no number is an infinity or a NaN."""
-    return all(math.isfinite(x) for x in numbers)
 
 
 def depends_on(node: Node, target: Node) -> bool:
@@ -271,11 +166,6 @@ def _written_bases(call: Node, schema: torch.FunctionSchema) -> dict[str, int]:
         return {name: i for i, name in enumerate(names)}
     found = {name: call.kwargs.get(f"_{name}_base_index") for name in names}
     return {name: base for name, base in found.items() if isinstance(base, int)}
-
-
-def tensor_node(arg: object) -> Node | None:
-    """`arg` where it is a node that produces one tensor, else None."""
-    return arg if isinstance(arg, Node) and is_tensor(arg) else None
 
 
 def is_start(sliced: Node) -> bool:

@@ -16,7 +16,19 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fusion_passes import reference
-from fusion_passes.graph.read import RESHAPES, SPLITS, argument, aten, calls, is_tensor, same_shape, value
+from fusion_passes.graph.arguments import number, operands
+from fusion_passes.graph.read import (
+    RESHAPES,
+    SPLITS,
+    argument,
+    aten,
+    calls,
+    is_high_precision,
+    is_tensor,
+    same_shape,
+    value,
+)
+from fusion_passes.graph.steps import MULTIPLICATIONS, is_cast, is_exact_cast
 from fusion_passes.graph.symbolic import fixed, known
 from fusion_passes.idioms.idiom import Idiom, NearMiss
 from fusion_passes.idioms.lanes import (
@@ -30,16 +42,7 @@ from fusion_passes.idioms.lanes import (
     product,
     split_range,
 )
-from fusion_passes.idioms.reading import (
-    MULTIPLICATIONS,
-    Unread,
-    is_cast,
-    is_exact_cast,
-    is_high_precision,
-    number,
-    operands,
-    read_all,
-)
+from fusion_passes.idioms.reading import Unread, read_all
 
 MAX_TERMS = 4
 """Of one dimension, while reading: two are left in the end."""

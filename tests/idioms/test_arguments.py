@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fusion_passes.graph.arguments import arguments
+from fusion_passes.graph.steps import constant, is_cast
 from fusion_passes.idioms import recognize, rope
 from fusion_passes.idioms.attention import Attention
 from fusion_passes.idioms.group_quantize import GroupQuantize
 from fusion_passes.idioms.opaque import OPAQUE
 from fusion_passes.idioms.quantize import Quantize
-from fusion_passes.idioms.reading import arguments, constant, is_cast
 from fusion_passes.testing import capture, capture_cuda
 from tests.idioms.perturbed import Program, wrong
 

@@ -1,0 +1,333 @@
+"""Steps: what one node makes of one tensor, whichever op says it.
+
+Idioms that are chains of steps are grammars over this alphabet: a cast stays a cast whether `to`, `float` or `_to_copy`
+wrote it, a clamp stays a clamp as `clamp`, `clamp_max`, `hardtanh` or `minimum`, with bounds that are numbers or
+tensors filled with one.  A step is read with all of its arguments, or it is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from fusion_passes.graph.arguments import arguments, number, operands, tensor_node
+from fusion_passes.graph.read import (
+    aten,
+    calls,
+    has_one_element,
+    is_tensor,
+    is_view,
+    keeps_order,
+    prims,
+    same_shape,
+    value,
+)
+
+CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
+MULTIPLICATIONS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
+DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar})
+
+CLAMPS: dict[object, tuple[str | None, str | None]] = {
+    aten.clamp.default: ("min", "max"),
+    aten.clamp.Tensor: ("min", "max"),
+    aten.hardtanh.default: ("min_val", "max_val"),
+    aten.clamp_min.default: ("min", None),
+    aten.clamp_min.Tensor: ("min", None),
+    aten.maximum.default: ("other", None),
+    aten.clamp_max.default: (None, "max"),
+    aten.clamp_max.Tensor: (None, "max"),
+    aten.minimum.default: (None, "other"),
+}
+"""The names of the arguments that are the lower and the upper bound, where the op has one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """`node` is made of `operand`, and of nothing else but what the step names."""
+
+    node: Node
+    operand: Node
+
+
+class View(Step):
+    """The elements of the operand, each once.  Of the one part of a split the operand is the split: two steps."""
+
+
+class OrderedView(View):
+    """A view that leaves element n at place n, counted row by row."""
+
+
+class Expand(Step):
+    """The elements of the operand, repeated."""
+
+
+class Elementwise(Step):
+    """Each element of the operand, changed by itself."""
+
+    @property
+    def broadcasts(self) -> bool:
+        """True where the result is not provably of the operand's shape: a bound or a factor may be larger."""
+        return not same_shape(value(self.operand).shape, value(self.node).shape)
+
+
+class Cast(Elementwise):
+    """To another floating-point dtype, on the same device."""
+
+
+class ExactCast(Cast):
+    """A cast that loses nothing."""
+
+
+class Round(Elementwise):
+    """To whole numbers."""
+
+
+class Abs(Elementwise):
+    """The magnitudes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Clamp(Elementwise):
+    """Between bounds: as the call gives them, None where it gives none."""
+
+    low: object
+    high: object
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Both bounds as numbers, infinite where there is none; None where one of them is not a constant."""
+        low = -math.inf if self.low is None else constant(self.low)
+        high = math.inf if self.high is None else constant(self.high)
+        return None if low is None or high is None else (low, high)
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled(Elementwise):
+    """The operand times or over the number `by`, which is finite and not 0."""
+
+    by: float
+    divides: bool
+
+    @property
+    def factor(self) -> float:
+        """What the operand is multiplied by."""
+        return 1.0 / self.by if self.divides else self.by
+
+
+@dataclass(frozen=True, eq=False)
+class Inverse(Elementwise):
+    """The number `by`, which is finite and not 0, over the operand."""
+
+    by: float
+
+
+def step(node: Node) -> Step | None:
+    """What a node makes of one tensor; None where it is no such step, or says more than a step holds."""
+    if is_view(node) and node.all_input_nodes:
+        return (OrderedView if keeps_order(node) else View)(node, node.all_input_nodes[0])
+    read = _READERS.get(node.target) if node.op == "call_function" else None
+    return read(node) if read is not None and is_tensor(node) else None
+
+
+def up(node: Node, *kinds: type[Step]) -> list[Step]:
+    """The steps that lead to a node, as long as they are of these kinds; the last one first."""
+    found: list[Step] = []
+    while isinstance(taken := step(node), kinds):
+        found.append(taken)
+        node = taken.operand
+    return found
+
+
+def top(steps: list[Step], node: Node) -> Node:
+    """Where the steps that lead to `node` come from."""
+    return steps[-1].operand if steps else node
+
+
+def clamped_before(bounds: tuple[float, float], low: float, high: float) -> tuple[float, float]:
+    """The bounds of one clamp that does what a clamp to (low, high) and then one to `bounds` do: where a lower bound is
+    above the upper one, the upper one counts."""
+    last_low, last_high = bounds
+    low, high = (min(max(min(x, high), last_low), last_high) for x in (low, high))
+    return low, high
+
+
+def is_cast(node: object) -> bool:
+    """True for a cast between floating-point dtypes, on one device."""
+    if not (isinstance(node, Node) and calls(node, *CASTS) and node.all_input_nodes and is_tensor(node)):
+        return False
+    source = node.all_input_nodes[0]
+    if not is_tensor(source) or value(source).device != value(node).device:
+        return False
+    return value(source).dtype.is_floating_point and value(node).dtype.is_floating_point
+
+
+def is_exact_cast(node: object) -> bool:
+    """True for a floating-point cast that loses nothing: to the same dtype, or from 16 to 32 bits and the like."""
+    if not (isinstance(node, Node) and is_cast(node)):
+        return False
+    before, after = value(node.all_input_nodes[0]).dtype, value(node).dtype
+    return before == after or 2 <= before.itemsize < after.itemsize
+
+
+def constant(arg: object) -> float | None:
+    """The number that every element of `arg` is: a Python number, or a tensor filled with one; None if unknown."""
+    if not isinstance(arg, Node):
+        return number(arg)
+    if calls(arg, aten.full.default, aten.scalar_tensor.default):
+        name = "fill_value" if calls(arg, aten.full.default) else "s"
+        said = arguments(arg, name, *_FACTORY, *(("size",) if name == "fill_value" else ()))
+        held = None if said is None else float(said[0]) if isinstance(said[0], bool) else number(said[0])
+    elif (is_view(arg) or calls(arg, aten.expand.default, *CASTS)) and arg.all_input_nodes:
+        held = constant(arg.all_input_nodes[0])
+    else:
+        return None
+    return held if held is None or not is_tensor(arg) else _held_as(held, value(arg).dtype)
+
+
+_FACTORY = ("dtype", "layout", "device")
+"""What the tensor that an op makes tells, see its meta value."""
+
+
+def _held_as(held: float, dtype: torch.dtype) -> float | None:
+    """A number as a tensor of this dtype holds it; None where that is not defined."""
+    if dtype.is_floating_point or dtype is torch.bool:
+        return float(torch.tensor(held, dtype=torch.float64, device="cpu").to(dtype))
+    if dtype.is_complex or not math.isfinite(held):
+        return None
+    fits = torch.iinfo(dtype).min <= math.trunc(held) <= torch.iinfo(dtype).max
+    return float(math.trunc(held)) if fits else None
+
+
+class Scalar(NamedTuple):
+    """How a number, or a tensor of one element, is prepared: `factor * tensor ** (-1 if inverse else 1)`, or `factor`
+    alone where there is no tensor."""
+
+    tensor: Node | None
+    factor: float
+    inverse: bool
+
+
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, 1.0 / torch.finfo(torch.float32).tiny
+"""Of the normal numbers of fp32 whose reciprocal is one too."""
+
+
+def is_invertible(number: float) -> bool:
+    """True for a number that fp32 holds with its reciprocal."""
+    return SMALLEST <= abs(number) <= LARGEST
+
+
+def scalar(arg: object) -> Scalar:
+    """How a number or a tensor that is made of one element is prepared.
+
+    Only steps that are exact, or done in fp32 or better, are looked through.  A constant is computed as the graph
+    does, step by step."""
+    factor, inverse = 1.0, False
+    passed: list[Scaled | Inverse] = []
+    while (fixed := constant(arg)) is None:
+        assert isinstance(arg, Node)
+        taken = step(arg)
+        if isinstance(taken, (Scaled, Inverse)) and _is_wide(arg):
+            times = taken.by if isinstance(taken, Inverse) else taken.factor
+            scaled = factor / times if inverse else factor * times
+            if not is_invertible(scaled):  # the graph multiplies in fp32: step by step it would be another
+                return Scalar(arg, factor, inverse)
+            passed.append(taken)
+            factor, inverse = scaled, inverse != isinstance(taken, Inverse)
+        elif not isinstance(taken, (View, Expand)):
+            return Scalar(arg, factor, inverse)
+        arg = taken.operand
+    for taken in reversed(passed):
+        by_one = taken.by * (1.0 / fixed if fixed else math.inf)
+        fixed = by_one if isinstance(taken, Inverse) else taken.factor * fixed
+        fixed = float(torch.tensor(fixed, dtype=value(taken.node).dtype, device="cpu"))
+    return Scalar(None, fixed, False)
+
+
+def is_scalar(arg: object) -> bool:
+    """True for what can scale a whole tensor: a number, or one element (of floating point), perhaps expanded."""
+    if number(arg) is not None:
+        return True
+    if not (isinstance(arg, Node) and is_tensor(arg) and value(arg).dtype.is_floating_point):
+        return False
+    tensor = scalar(arg).tensor
+    return tensor is None or has_one_element(tensor)
+
+
+def _is_wide(node: Node) -> bool:
+    return value(node).dtype.is_floating_point and value(node).dtype.itemsize >= 4
+
+
+def _expand(node: Node) -> Expand | None:
+    operand = tensor_node(node.all_input_nodes[0])
+    return None if operand is None else Expand(node, operand)
+
+
+def _cast(node: Node) -> Cast | None:
+    if not is_cast(node):
+        return None
+    return (ExactCast if is_exact_cast(node) else Cast)(node, node.all_input_nodes[0])
+
+
+def _of_one(kind: type[Step]) -> Callable[[Node], Step | None]:
+    """The reader of an op of one tensor without other arguments."""
+
+    def read(node: Node) -> Step | None:
+        said = arguments(node, "self")
+        operand = None if said is None else tensor_node(said[0])
+        return None if operand is None else kind(node, operand)
+
+    return read
+
+
+def _clamp(node: Node) -> Clamp | None:
+    low, high = CLAMPS[node.target]
+    said = arguments(node, "self", *(name for name in (low, high) if name is not None))
+    if said is None:
+        return None
+    x, *bounds = said
+    if "other" in (low, high):  # of two tensors, where neither need be a constant
+        if constant(x) is not None:
+            x, bounds = bounds[0], [x]
+        if constant(bounds[0]) is None:
+            return None
+    operand = tensor_node(x)
+    if operand is None:
+        return None
+    return Clamp(node, operand, bounds[0] if low is not None else None, bounds[-1] if high is not None else None)
+
+
+def _scaled(node: Node) -> Scaled | Inverse | None:
+    both = operands(node, *DIVISIONS, *MULTIPLICATIONS)
+    if both is None:
+        return None
+    divides = calls(node, *DIVISIONS)
+    for (x, other), swapped in ((both, False), (both[::-1], True)):
+        operand, by = tensor_node(x), constant(other)
+        if operand is not None and by is not None and by != 0.0 and math.isfinite(by):
+            return Inverse(node, operand, by) if divides and swapped else Scaled(node, operand, by, divides)
+    return None
+
+
+def _inverse(node: Node) -> Inverse | None:
+    said = arguments(node, "self") if calls(node, aten.reciprocal.default) else arguments(node, "self", "exponent")
+    operand = None if said is None else tensor_node(said[0])
+    if said is None or operand is None or (len(said) == 2 and number(said[1]) != -1.0):
+        return None
+    return Inverse(node, operand, 1.0)
+
+
+_READERS: dict[object, Callable[[Node], Step | None]] = {
+    aten.expand.default: _expand,
+    aten.round.default: _of_one(Round),
+    aten.abs.default: _of_one(Abs),
+    aten.reciprocal.default: _inverse,
+    aten.pow.Tensor_Scalar: _inverse,
+    **dict.fromkeys(CASTS, _cast),
+    **dict.fromkeys(CLAMPS, _clamp),
+    **dict.fromkeys(DIVISIONS | MULTIPLICATIONS, _scaled),
+}
