@@ -20,6 +20,7 @@ from fusion_passes.graph.read import (
     aten,
     calls,
     has_one_element,
+    is_noop,
     is_tensor,
     is_view,
     keeps_order,
@@ -146,6 +147,11 @@ def up(node: Node, *kinds: type[Step]) -> list[Step]:
 def top(steps: list[Step], node: Node) -> Node:
     """Where the steps that lead to `node` come from."""
     return steps[-1].operand if steps else node
+
+
+def views_among(steps: list[Step]) -> tuple[Node, ...]:
+    """The views among steps that lead up, in graph order; what changes nothing is left out."""
+    return tuple(taken.node for taken in reversed(steps) if isinstance(taken, View) and not is_noop(taken.node))
 
 
 def clamped_before(bounds: tuple[float, float], low: float, high: float) -> tuple[float, float]:

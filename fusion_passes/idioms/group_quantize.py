@@ -1,40 +1,47 @@
 """GroupQuantize: FP8 quantisation by scales chosen from the tensor itself, one for each group of neighbours.
 
-Read upwards from the cast to FP8, as `Quantize` is: clamps and views, one division by a tensor of scales, and the
-tensor; from the scales, too: views and expansions, a lower bound of them or of the magnitudes, the division by the
-largest code, reciprocals, the maximum over the group, `abs`.  Views only where they keep the order of the elements, so
-that a group is one in the tensor as well.  Scales may also be made beside the way to the division, from what is on it.
+Read upwards from the cast to FP8, as `Quantize` is: casts, clamps and views, one division by a tensor of scales, and
+the tensor; from the scales, too: `(cast | clamp | times or over a number | a number over it | view)*` with an expansion
+among them, the maximum over the group, `abs`.  Views only where they keep the order of the elements, so that a group is
+one in the tensor as well.  Scales may also be made beside the way to the division, from what is on it.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from fusion_passes import quant
-from fusion_passes.graph.arguments import arguments, number, operands
-from fusion_passes.graph.read import (
-    aten,
-    calls,
-    is_high_precision,
-    is_noop,
-    is_tensor,
-    is_view,
-    keeps_order,
-    same_shape,
-    value,
+from fusion_passes.graph.arguments import arguments, number, operands, tensor_node
+from fusion_passes.graph.read import aten, calls, is_high_precision, is_tensor, same_shape, value
+from fusion_passes.graph.steps import (
+    CASTS,
+    DIVISIONS,
+    MULTIPLICATIONS,
+    Abs,
+    Cast,
+    Clamp,
+    ExactCast,
+    Expand,
+    Inverse,
+    OrderedView,
+    Scaled,
+    Step,
+    clamped_before,
+    is_cast,
+    step,
+    top,
+    up,
+    views_among,
 )
-from fusion_passes.graph.steps import CASTS, DIVISIONS, MULTIPLICATIONS, constant, is_cast, is_exact_cast
 from fusion_passes.graph.symbolic import known
 from fusion_passes.idioms.idiom import Idiom, NearMiss
-from fusion_passes.idioms.quantize import clamped, clamped_before
 from fusion_passes.idioms.reading import Unread, depends_on, made_by, op_call, op_name, read_all, show
 from fusion_passes.quant import FP8_DTYPES, dtype_name
 
@@ -87,7 +94,59 @@ def _read(node: Node) -> GroupQuantize | None:
         return _read_opaque(node)
     if not (calls(node, *CASTS) and is_tensor(node) and value(node).dtype in FP8_DTYPES and is_cast(node)):
         return None
-    return _Reading(node).read()
+    try:
+        return _read_chain(node, node.all_input_nodes[0])
+    except Unread as failure:  # the place is always the cast, where a static quantisation would be found too
+        raise Unread(node, failure.reason) from None
+
+
+def _read_chain(output: Node, source: Node) -> GroupQuantize | None:
+    """From the cast to FP8 up: `(cast | clamp | view)* division (exact cast | view)*`, all views in order."""
+    behind = up(source, Cast, Clamp, OrderedView)
+    division = top(behind, source)
+    if (clamp := _bounds(behind)) is None or (divided := _divided(division, value(output).dtype)) is None:
+        return None  # no dynamic quantisation
+    x, scales = divided
+    widened = up(x, ExactCast, OrderedView)
+    magnitudes = up(scales.source, Abs, ExactCast, OrderedView)
+    root = top(widened, x)
+    if top(magnitudes, scales.source) is not root:
+        return None  # the scales come from another tensor
+    for taken in reversed(behind):
+        if isinstance(taken, Cast) and not isinstance(taken, ExactCast):
+            raise Unread(output, f"the quotient is rounded to {_dtype(taken.node)} before it is quantised")
+    if not any(isinstance(taken, Abs) for taken in magnitudes):
+        raise Unread(output, "the scales come from the largest element, not from the largest magnitude")
+    if not is_high_precision(root):
+        raise Unread(output, f"quantises {root.name}, which is not a high-precision floating-point tensor")
+    nodes = {output, division, *scales.nodes, *(taken.node for taken in (*behind, *widened, *magnitudes))}
+    scale = replace(scales.chain[-1][1], flipped=False)
+    holder, beside = _holder(scales.chain, nodes, scale)
+    return GroupQuantize(
+        output=output,
+        scales=holder,
+        nodes=frozenset({*nodes, *beside}),
+        input=root,
+        group_size=scales.group_size,
+        dtype=value(output).dtype,
+        clamp=None if clamp == (-math.inf, math.inf) else clamp,
+        min_scale=scale.low,
+        max_scale=scale.high,
+        inverse=any(derived.flipped for _, derived in scales.chain),
+        views=views_among([*behind, *widened]),
+    )
+
+
+def _bounds(steps: list[Step]) -> tuple[float, float] | None:
+    """The bounds of all clamps of a chain together, the last step first; None where one is no constant (which is said of
+    a static quantisation)."""
+    bounds = (-math.inf, math.inf)
+    for taken in steps:
+        if isinstance(taken, Clamp):
+            if taken.broadcasts or taken.bounds is None or any(map(math.isnan, taken.bounds)):
+                return None
+            bounds = clamped_before(bounds, *taken.bounds)
+    return bounds
 
 
 @dataclass(frozen=True)
@@ -117,10 +176,6 @@ class _Derived:
         low, high = (_rounded(min(max(x, low), high), dtype) for x in (self.low, self.high))
         return replace(self, low=low, high=high)
 
-    def is_scale(self, limit: float) -> bool:
-        """Whether it is the magnitude / limit, between bounds."""
-        return not self.flipped and math.isclose(self.factor * limit, 1.0, rel_tol=1e-6)
-
     def is_like(self, other: _Derived) -> bool:
         """Whether it is the other, but for the rounding of constants."""
         same = ((self.factor, other.factor), (self.low, other.low), (self.high, other.high))
@@ -132,227 +187,182 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(number, dtype=dtype if dtype.itemsize > 4 else torch.float32, device="cpu"))
 
 
-class _Reading:
-    """One walk from a cast to FP8 up to the tensor that is quantised."""
+@dataclass(frozen=True)
+class _Scales:
+    """What leads from a maximum over groups to the division.
 
-    def __init__(self, output: Node) -> None:
-        self.output = output
-        self.limit = quant.max_value(value(output).dtype)
-        self.nodes = {output}
-        self.low, self.high = -math.inf, math.inf
-        self.chain: list[tuple[Node, _Derived]] = []  # from the maximum to the division, with what each node is
-        self.group_size = 0
+    source: what the maximum is of.  nodes: what computes the scales from it.
+    chain: the tensors from the maximum to the scales, in graph order, with what each is."""
 
-    def read(self) -> GroupQuantize | None:
-        step = self.output.all_input_nodes[0]
-        views: list[Node] = []
-        rounded = None
-        while True:
-            step, passed = self._through(step)
-            views[:0] = passed
-            if is_cast(step):
-                rounded = value(step).dtype
-                step = step.all_input_nodes[0]
-                continue
-            clamp = _clamp(step)
-            if clamp is None:
-                break
-            if math.isnan(clamp.low) or math.isnan(clamp.high):
-                return None  # said of a static quantisation too
-            self.low, self.high = clamped_before((self.low, self.high), clamp.low, clamp.high)
-            self.nodes.add(step)
-            step = clamp.operand
-        found = self._divided(step)
-        if found is None:
-            return None  # no dynamic quantisation
-        x, magnitudes = found
-        root, before = self._through(x)
-        magnitude, _ = self._through(magnitudes)
-        self.nodes |= {step, magnitude}
-        inner, _ = (
-            self._through(magnitude.all_input_nodes[0]) if calls(magnitude, aten.abs.default) else (magnitude, ())
-        )
-        if inner is not root:
-            return None  # the scales come from another tensor
-        if rounded is not None:
-            self.fail(f"the quotient is rounded to {dtype_name(rounded)} before it is quantised")
-        if magnitude is inner:
-            self.fail("the scales come from the largest element, not from the largest magnitude")
-        if not is_high_precision(root):
-            self.fail(f"quantises {root.name}, which is not a high-precision floating-point tensor")
-        scale = self.chain[-1][1]
-        if scale.flipped:
-            scale = replace(scale, flipped=False)
-        return GroupQuantize(
-            output=self.output,
-            scales=self._scales(scale),
-            nodes=frozenset(self.nodes),
-            input=root,
-            group_size=self.group_size,
-            dtype=value(self.output).dtype,
-            clamp=None if (self.low, self.high) == (-math.inf, math.inf) else (self.low, self.high),
-            min_scale=scale.low,
-            max_scale=scale.high,
-            inverse=any(derived.flipped for _, derived in self.chain),
-            views=(*before, *views),
-        )
+    source: Node
+    nodes: frozenset[Node]
+    chain: list[tuple[Node, _Derived]]
+    group_size: int
 
-    def fail(self, reason: str) -> NoReturn:
-        """The reading ends here.  The place is always the cast, where a static quantisation would be found too."""
-        raise Unread(self.output, reason)
 
-    def _through(self, node: Node) -> tuple[Node, tuple[Node, ...]]:
-        """Up past views that keep the order and casts that lose nothing, which belong to the quantisation."""
-        views: list[Node] = []
-        while keeps_order(node) or is_exact_cast(node):
-            self.nodes.add(node)
-            if keeps_order(node) and not is_noop(node):
-                views.insert(0, node)
-            node = node.all_input_nodes[0]
-        return node, tuple(views)
-
-    def _divided(self, node: Node) -> tuple[Node, Node] | None:
-        """(tensor, magnitudes that its scales come from) of a division by scales; None where it is none."""
-        both = operands(node, *DIVISIONS, *MULTIPLICATIONS)
-        if both is None:
-            return None
-        left, right = both
-        pairs = [(left, right)] if calls(node, *DIVISIONS) else [(left, right), (right, left)]
-        for x, scale in pairs:
-            if isinstance(x, Node) and is_tensor(x) and isinstance(scale, Node) and is_tensor(scale):
-                kept = set(self.nodes)
-                magnitudes = self._magnitudes(scale, x, flipped=calls(node, *MULTIPLICATIONS))
-                if magnitudes is not None:
-                    return x, magnitudes
-                self.nodes = kept
+def _divided(node: Node, fp8: torch.dtype) -> tuple[Node, _Scales] | None:
+    """(tensor, its scales) of a division by scales, or of a multiplication by 1 over them; None for anything else."""
+    both = operands(node, *DIVISIONS, *MULTIPLICATIONS)
+    if both is None:
         return None
+    divides = calls(node, *DIVISIONS)
+    for x, by in (both,) if divides else (both, both[::-1]):
+        if tensor_node(x) and tensor_node(by) and (scales := _scales(by, x, fp8, flipped=not divides)) is not None:
+            return x, scales
+    return None
 
-    def _magnitudes(self, node: Node, x: Node, *, flipped: bool) -> Node | None:
-        """What the scales at `node`, for the tensor x, are the maximum of over groups; what is in between is recorded.
-        flipped: the tensor is multiplied by them, so a reciprocal must be on the way."""
-        shape = value(x).shape
-        steps: list[Node] = []
-        widths: list[int | torch.SymInt] = []  # over how many elements a scale is spread
-        spread = value(node).shape
-        if not same_shape(spread, shape):
-            alike = len(spread) == len(shape) and same_shape(spread[:-1], shape[:-1])
-            if not (alike and known(spread[-1] == 1)):
-                return None
-            widths.append(shape[-1])
-        while (largest := _largest(node)) is None:
-            self.nodes.add(node)
-            if calls(node, aten.expand.default) and not is_view(node):
-                before, after = value(node.all_input_nodes[0]).shape, value(node).shape
-                if not (len(before) == len(after) and same_shape(before[:-1], after[:-1]) and known(before[-1] == 1)):
-                    return None
-                widths.append(after[-1])
-                node = node.all_input_nodes[0]
-                continue
-            operand = _operand(node)
-            if operand is None:
-                if _reaches_maximum(node, self._through(x)[0]):
-                    self.fail(f"the scales pass through {op_name(node)} ({node.name}): {_instead(node)}")
-                return None
-            steps.insert(0, node)
-            node = operand
-        source, dims = largest
-        self.nodes |= {node, made_by(node)}
-        rank = value(source).ndim
-        if [d % rank for d in dims] != [rank - 1]:
-            return None  # not of neighbours
-        group_size = value(source).shape[-1]
-        if len(widths) != 1 or not isinstance(group_size, int) or not known(widths[0] == group_size):
+
+def _scales(node: Node, x: Node, fp8: torch.dtype, *, flipped: bool) -> _Scales | None:
+    """What the scales at `node`, for the tensor x, are made of: the maximum over groups, each of them spread over one.
+    flipped: the tensor is multiplied by them, so a reciprocal must be on the way."""
+    shape, spread = value(x).shape, value(node).shape
+    widths: list[int | torch.SymInt] = []  # over how many elements a scale is spread
+    if not same_shape(spread, shape):
+        if not _spreads_last(spread, shape):
             return None
-        self.group_size = group_size
-        self._settle(node, steps, flipped)
-        return source
-
-    def _settle(self, maximum: Node, steps: list[Node], flipped: bool) -> None:
-        """Read the steps from the maximum to the scales, in graph order."""
-        derived = _Derived()
-        self.chain = [(maximum, derived)]
-        for node in filter(is_tensor, steps):
-            after = self._after(node, derived, value(maximum).dtype)
-            if after is None:
-                self.fail(
-                    f"the scales pass through {op_name(node)} ({node.name}), which rounds them to "
-                    f"{dtype_name(value(node).dtype)}: choose them in float32"
-                )
-            derived = after
-            self.chain.append((node, derived))
-        if derived.flipped != flipped:
-            self.fail("the tensor is multiplied by its scales, not divided by them")
-        if not math.isclose(derived.factor * self.limit, 1.0, rel_tol=1e-6):
-            self.fail(f"the scales are the largest magnitude times {derived.factor:g}, not divided by {self.limit:g}")
-        factors = [step.factor * self.limit for _, step in self.chain]
-        if not all(1.0 - 1e-6 <= factor <= self.limit * (1.0 + 1e-6) for factor in factors):
-            self.fail(
-                "on the way from the largest magnitudes to the scales are numbers larger or smaller than both, which "
-                "can be infinite or 0: divide by the largest code in one step"
-            )
-
-    def _after(self, node: Node, before: _Derived, magnitudes: torch.dtype) -> _Derived | None:
-        """What a step makes of its operand; None where it rounds.  magnitudes: the dtype of the maximum."""
-        dtype = value(node).dtype
-        if calls(node, aten.reciprocal.default):
-            return None if dtype.itemsize < 4 else replace(before, flipped=not before.flipped)
-        if (clamp := _clamp(node)) is not None:
-            if before.flipped:
-                self.fail(f"the reciprocal of the scales passes through {op_name(node)} ({node.name})")
-            if math.isnan(clamp.low) or math.isnan(clamp.high):
-                self.fail("the scales, or the magnitudes that they are made of, are clamped to nan")
-            self._check_bound(clamp.low, dtype)
-            return before.clamped(clamp.low, clamp.high, dtype)
-        if (scaled := _scaled(node)) is not None:
-            number, divides = scaled
-            if dtype.itemsize < 4:
+        widths.append(shape[-1])
+    steps: list[Step] = []
+    while (largest := _largest(node)) is None:
+        taken = step(node)
+        if isinstance(taken, Expand):
+            if not _spreads_last(value(taken.operand).shape, value(node).shape):
                 return None
-            return before.over(number, dtype) if divides else before.times(number, dtype)
-        if is_cast(node) and not is_exact_cast(node):
-            if dtype is torch.float32:
-                return before.clamped(-math.inf, math.inf, dtype)
-            # A maximum of numbers in this dtype is one; of a bound below, Inductor keeps all digits.
-            if dtype is not magnitudes or before.flipped or before.factor != 1.0:
-                return None
-            self._check_bound(before.low, dtype)
-        return before
+            widths.append(value(node).shape[-1])
+        elif taken is None or not _prepares_scales(taken):
+            if _reaches_maximum(node, top(up(x, ExactCast, OrderedView), x)):
+                raise Unread(node, f"the scales pass through {op_name(node)} ({node.name}): {_instead(node)}")
+            return None
+        steps.insert(0, taken)
+        node = taken.operand
+    source, dims = largest
+    group_size, rank = value(source).shape[-1], value(source).ndim
+    if [d % rank for d in dims] != [rank - 1]:
+        return None  # not of neighbours
+    if len(widths) != 1 or not isinstance(group_size, int) or not known(widths[0] == group_size):
+        return None
+    nodes = frozenset({node, made_by(node), *(taken.node for taken in steps)})
+    return _Scales(source, nodes, _chain(node, steps, quant.max_value(fp8), flipped), group_size)
 
-    def _check_bound(self, bound: float, dtype: torch.dtype) -> None:
-        """That a lower bound of the magnitudes is a number like others in the dtype that they are in."""
-        if dtype.itemsize < 4 and 0.0 < bound < (tiny := torch.finfo(dtype).tiny):
-            self.fail(
-                f"the lower bound of the magnitudes, {bound:g}, is less than the smallest normal number of "
-                f"{dtype_name(dtype)}, {tiny:g}, which they are in: clamp them in float32"
+
+def _spreads_last(before: Sequence[int | torch.SymInt], after: Sequence[int | torch.SymInt]) -> bool:
+    """True where a last dimension of one element is spread, and nothing else is changed."""
+    return len(before) == len(after) and same_shape(before[:-1], after[:-1]) and known(before[-1] == 1)
+
+
+def _prepares_scales(taken: Step) -> bool:
+    """True for a step that may stand between the maximum and the scales, beside their expansion."""
+    if isinstance(taken, (Clamp, Scaled, Inverse)) and taken.broadcasts:
+        return False
+    if isinstance(taken, Clamp):
+        return taken.bounds is not None
+    return taken.by > 0.0 if isinstance(taken, (Scaled, Inverse)) else isinstance(taken, (Cast, OrderedView))
+
+
+def _chain(maximum: Node, steps: list[Step], limit: float, flipped: bool) -> list[tuple[Node, _Derived]]:
+    """What each step from the maximum to the scales makes, in graph order."""
+    derived = _Derived()
+    chain = [(maximum, derived)]
+    for taken in steps:
+        if not is_tensor(taken.node):
+            continue
+        after = _after(taken, derived, value(maximum).dtype)
+        if after is None:
+            raise Unread(
+                taken.node,
+                f"the scales pass through {op_name(taken.node)} ({taken.node.name}), which rounds them to "
+                f"{_dtype(taken.node)}: choose them in float32",
             )
+        derived = after
+        chain.append((taken.node, derived))
+    if derived.flipped != flipped:
+        raise Unread(maximum, "the tensor is multiplied by its scales, not divided by them")
+    if not math.isclose(derived.factor * limit, 1.0, rel_tol=1e-6):
+        raise Unread(
+            maximum, f"the scales are the largest magnitude times {derived.factor:g}, not divided by {limit:g}"
+        )
+    if not all(1.0 - 1e-6 <= made.factor * limit <= limit * (1.0 + 1e-6) for _, made in chain):
+        raise Unread(
+            maximum,
+            "on the way from the largest magnitudes to the scales are numbers larger or smaller than both, which "
+            "can be infinite or 0: divide by the largest code in one step",
+        )
+    return chain
 
-    def _scales(self, scale: _Derived) -> Node | None:
-        """The node that holds the scales: one on the way to the division that is read elsewhere, or one that is made of
-        such, or, where nothing reads them, any on the way; None where there is none."""
-        count = value(self.chain[0][0]).numel()
-        chain = [(node, derived) for node, derived in self.chain if known(value(node).numel() == count)]  # not spread
-        on_the_way = [node for node, derived in chain if derived.is_like(scale)]
-        read = [node for node in on_the_way if not self.nodes.issuperset(node.users)]
-        if read or not any(not self.nodes.issuperset(node.users) for node, _ in chain):
-            return next(iter(read or on_the_way), None)
+
+def _after(taken: Step, before: _Derived, magnitudes: torch.dtype) -> _Derived | None:
+    """What a step makes of its operand; None where it rounds.  magnitudes: the dtype of the maximum."""
+    node, dtype = taken.node, value(taken.node).dtype
+    if isinstance(taken, (Inverse, Scaled)) and dtype.itemsize < 4:
+        return None
+    if isinstance(taken, Inverse):
+        turned = replace(before, flipped=not before.flipped)
+        return turned if taken.by == 1.0 else turned.times(taken.by, dtype)
+    if isinstance(taken, Scaled):
+        return before.over(taken.by, dtype) if taken.divides else before.times(taken.by, dtype)
+    if isinstance(taken, Clamp) and taken.bounds is not None:
+        if before.flipped:
+            raise Unread(node, f"the reciprocal of the scales passes through {op_name(node)} ({node.name})")
+        if any(map(math.isnan, taken.bounds)):
+            raise Unread(node, "the scales, or the magnitudes that they are made of, are clamped to nan")
+        _check_bound(taken.bounds[0], node)
+        return before.clamped(*taken.bounds, dtype)
+    if isinstance(taken, Cast) and not isinstance(taken, ExactCast):
+        if dtype is torch.float32:
+            return before.clamped(-math.inf, math.inf, dtype)
+        # A maximum of numbers in this dtype is one; of a bound below, Inductor keeps all digits.
+        if dtype is not magnitudes or before.flipped or before.factor != 1.0:
+            return None
+        _check_bound(before.low, node)
+    return before
+
+
+def _check_bound(bound: float, node: Node) -> None:
+    """That a lower bound of the magnitudes is a number like others in the dtype of `node`."""
+    dtype = value(node).dtype
+    if dtype.itemsize < 4 and 0.0 < bound < (tiny := torch.finfo(dtype).tiny):
+        raise Unread(
+            node,
+            f"the lower bound of the magnitudes, {bound:g}, is less than the smallest normal number of "
+            f"{dtype_name(dtype)}, {tiny:g}, which they are in: clamp them in float32",
+        )
+
+
+def _holder(
+    chain: list[tuple[Node, _Derived]], nodes: set[Node], scale: _Derived
+) -> tuple[Node | None, tuple[Node, ...]]:
+    """The node that holds the scales, and what computes it beside `nodes`: one on the way to the division that is read
+    elsewhere, or one that is made of such, or, where nothing reads them, any on the way; None where there is none."""
+    count = value(chain[0][0]).numel()
+    chain = [(node, derived) for node, derived in chain if known(value(node).numel() == count)]  # not spread
+    on_the_way = [node for node, derived in chain if derived.is_like(scale)]
+    read = [node for node in on_the_way if not nodes.issuperset(node.users)]
+    if not read and any(not nodes.issuperset(node.users) for node, _ in chain):
         for node, derived in chain:
-            if (path := self._aside(node, derived, scale)) is not None:
-                self.nodes.update(path)
-                return path[-1]
-        return on_the_way[0] if on_the_way else None
+            if (path := _aside(node, derived, nodes, scale)) is not None:
+                return path[-1], path
+    return next(iter(read or on_the_way), None), ()
 
-    def _aside(self, node: Node, derived: _Derived, scale: _Derived) -> list[Node] | None:
-        """The steps from a node on the way to the division to one beside the way that is the scale."""
-        for user in node.users:
-            if user in self.nodes or not is_tensor(user) or _operand(user) is not node:
-                continue
-            after = None if _clamp(user) is not None else self._after(user, derived, value(node).dtype)
-            if after is None:
-                continue
-            if after.is_like(scale):
-                return [user]
-            if (rest := self._aside(user, after, scale)) is not None:
-                return [user, *rest]
-        return None
+
+def _aside(node: Node, derived: _Derived, nodes: set[Node], scale: _Derived) -> tuple[Node, ...] | None:
+    """The steps from a node on the way to the division to one beside the way that is the scale."""
+    for user in node.users:
+        taken = step(user)
+        if user in nodes or not is_tensor(user) or not isinstance(taken, (Scaled, Inverse, Cast, OrderedView)):
+            continue
+        if taken.operand is not node or not _prepares_scales(taken):
+            continue
+        after = _after(taken, derived, value(node).dtype)
+        if after is None:
+            continue
+        if after.is_like(scale):
+            return (user,)
+        if (rest := _aside(user, after, nodes, scale)) is not None:
+            return (user, *rest)
+    return None
+
+
+def _dtype(node: Node) -> str:
+    return dtype_name(value(node).dtype)
 
 
 def _largest(node: Node) -> tuple[Node, list[int]] | None:
@@ -365,16 +375,6 @@ def _largest(node: Node) -> tuple[Node, list[int]] | None:
         said = arguments(call, "self", "dim", "keepdim")
         return None if said is None else (said[0], [said[1]])
     return None
-
-
-def _operand(node: Node) -> Node | None:
-    """What a step between the maximum and the scales is a step from; None for what is none."""
-    if (clamp := _clamp(node)) is not None:
-        return clamp.operand
-    if len(node.all_input_nodes) == 0 or not (is_tensor(node) or keeps_order(node)):
-        return None
-    step = calls(node, aten.reciprocal.default) or keeps_order(node) or is_cast(node)
-    return node.all_input_nodes[0] if step or _scaled(node) is not None else None
 
 
 POWERS_OF_TWO = frozenset(
@@ -398,36 +398,6 @@ def _reaches_maximum(node: Node, x: Node) -> bool:
             return False
         node = node.all_input_nodes[0]
     return False
-
-
-class _Clamp(NamedTuple):
-    operand: Node
-    low: float
-    high: float
-
-
-def _clamp(node: Node) -> _Clamp | None:
-    """What is clamped, and the bounds, where they are constants."""
-    found = clamped(node)
-    if found is None:
-        return None
-    operand, low, high = found
-    bounds = (-math.inf if low is None else constant(low), math.inf if high is None else constant(high))
-    if (low is None and high is None) or bounds[0] is None or bounds[1] is None:
-        return None
-    if not same_shape(value(operand).shape, value(node).shape):
-        return None
-    return _Clamp(operand, bounds[0], bounds[1])
-
-
-def _scaled(node: Node) -> tuple[float, bool] | None:
-    """(f, whether it divides) where the node is its one operand times or over f > 0."""
-    both = operands(node, *DIVISIONS, *MULTIPLICATIONS)
-    if both is None or len(node.all_input_nodes) != 1:
-        return None
-    left, right = both
-    factor = constant(left) if calls(node, *MULTIPLICATIONS) and isinstance(right, Node) else constant(right)
-    return None if factor is None or not 0.0 < factor < math.inf else (factor, calls(node, *DIVISIONS))
 
 
 def _read_opaque(node: Node) -> GroupQuantize | None:
@@ -460,85 +430,3 @@ def _read_opaque(node: Node) -> GroupQuantize | None:
         max_scale=math.inf if most is None else most,
         opaque=op_name(node),
     )
-
-
-def _flat(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    spec = quant.QuantSpec(dtype, "group", 32, static=False)
-    scales = quant.choose_scale(x, spec)
-    return quant.quantize(x, scales, dtype), scales
-
-
-def _grouped(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    limit = quant.max_value(dtype)
-    groups = x.float().unflatten(-1, (-1, 32))
-    scales = (groups.abs().amax(-1, keepdim=True) / limit).clamp(min=torch.finfo(torch.float32).tiny)
-    codes = (groups / scales).clamp(-limit, limit).to(dtype)
-    return codes.flatten(-2), scales.squeeze(-1)
-
-
-def _reciprocal(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    limit = quant.max_value(dtype)
-    groups = x.reshape(-1, x.shape[-1] // 32, 32)
-    scales = groups.abs().amax(-1).float() * (1.0 / limit)
-    scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
-    codes = (groups * (1.0 / scales)[..., None]).clamp(-limit, limit).to(dtype)
-    return codes.view(x.shape), scales
-
-
-def _lower_bound_of_the_magnitude(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    limit = quant.max_value(dtype)
-    groups = x.view(x.shape[0], -1, 32)
-    scales = groups.abs().float().amax(2).clamp(1e-4) / limit
-    return (groups.float() / scales.unsqueeze(2)).to(dtype).view(x.shape), scales
-
-
-def _lower_bound_in_the_dtype(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    limit = quant.max_value(dtype)
-    groups = x.reshape(x.numel() // 32, 32)
-    scales = groups.abs().max(dim=-1, keepdim=True)[0].clamp(min=2.0**-13).to(torch.float32) / limit
-    codes = (groups / scales).clamp(min=-limit, max=limit).to(dtype)
-    return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], x.shape[-1] // 32)
-
-
-def _column_major(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    limit = quant.max_value(dtype)
-    groups = x.view(-1, x.shape[-1] // 32, 32)
-    scales = (groups.abs().max(dim=-1, keepdim=True)[0].float() / limit).clamp(min=1.0 / (limit * 512.0))
-    codes = (groups / scales).clamp(-limit, limit).to(dtype).view(x.shape)
-    return codes, scales.squeeze(-1).transpose(-2, -1).contiguous().transpose(-1, -2)
-
-
-def _largest_code_over_the_magnitude(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    limit = quant.max_value(dtype)
-    groups = x.view(x.shape[0], -1, 32)
-    magnitude = torch.maximum(groups.abs().float().amax(dim=2), torch.full((), 1e-4, device=x.device))
-    return (groups * (limit / magnitude.unsqueeze(2))).to(dtype).view(x.shape), magnitude / limit
-
-
-def _float64(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    limit = quant.max_value(dtype)
-    groups = x.reshape(x.shape[0], -1, 32)
-    inverse = (limit / groups.abs().amax(-1, keepdim=True).to(torch.float64).clamp(min=1e-12)).to(torch.float32)
-    codes = (groups * inverse).clamp(-limit, limit).to(dtype)
-    return codes.reshape(x.shape), (1.0 / inverse).squeeze(-1)
-
-
-def _no_lower_bound(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    limit = quant.max_value(dtype)
-    groups = x.float().view(x.shape[0], -1, 32)
-    scales = groups.abs().amax(-1) / limit
-    return (groups / scales[..., None]).clamp(-limit, limit).to(dtype).view(x.shape), scales
-
-
-SPELLINGS: dict[str, Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]] = {
-    "scales repeated over their groups": _flat,
-    "in the shape of groups": _grouped,
-    "multiply by the reciprocal": _reciprocal,
-    "lower bound of the magnitude, no clamp": _lower_bound_of_the_magnitude,
-    "lower bound of the magnitude, in its dtype": _lower_bound_in_the_dtype,
-    "lower bound of the scale, scales by columns": _column_major,
-    "times the largest code over the magnitude": _largest_code_over_the_magnitude,
-    "by way of float64": _float64,
-    "no lower bound": _no_lower_bound,
-}
-"""What is read as a `GroupQuantize`: (x [tokens, hidden], FP8 dtype) -> codes, scales of groups of 32."""

@@ -7,7 +7,9 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fusion_passes.idioms import attention, group_quantize, opaque, quantize, rope
+from fusion_passes.idioms import attention, opaque, rope
+from fusion_passes.idioms.quantize import QUANTIZED_DECOMPOSED
+from fusion_passes.idioms.spellings import group_quantize, quantize
 
 INTRODUCTION = """\
 # Spellings
@@ -46,7 +48,7 @@ def spellings_page() -> str:
     for title, inputs, spellings in SECTIONS:
         parts.append(f"## {title}\n\n{inputs}\n")
         parts += [f"### {name}\n\n```python\n{_body(function)}\n```\n" for name, function in spellings.items()]
-    ops = "\n".join(f"- `{name}`" for name in (*opaque.OPAQUE, quantize.QUANTIZED_DECOMPOSED))
+    ops = "\n".join(f"- `{name}`" for name in (*opaque.OPAQUE, QUANTIZED_DECOMPOSED))
     parts.append(f"### ops that quantise in one call\n\n{ops}\n")
     return "\n".join(parts)
 

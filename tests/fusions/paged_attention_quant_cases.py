@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from fusion_passes.idioms.group_quantize import SPELLINGS
+from fusion_passes.idioms.spellings.group_quantize import SPELLINGS
 from fusion_passes.ops import kv_cache_write
 from fusion_passes.ops.quantize_dynamic import quantize_fp8_dynamic
 from fusion_passes.quant import QuantSpec, choose_scale, quantize

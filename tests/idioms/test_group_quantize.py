@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fusion_passes.idioms import recognize
-from fusion_passes.idioms.group_quantize import SPELLINGS, GroupQuantize
+from fusion_passes.idioms.group_quantize import GroupQuantize
 from fusion_passes.idioms.quantize import Quantize
+from fusion_passes.idioms.spellings.group_quantize import SPELLINGS
 from fusion_passes.ops.quantize_dynamic import quantize_fp8_dynamic
 from fusion_passes.quant import QuantSpec
 from fusion_passes.testing import capture, run, same_codes

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from fusion_passes.idioms import recognize
-from fusion_passes.idioms.quantize import SPELLINGS, Quantize
+from fusion_passes.idioms.quantize import Quantize
+from fusion_passes.idioms.spellings.quantize import SPELLINGS
 from fusion_passes.testing import capture, capture_cuda, run, same_codes
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
