@@ -84,6 +84,10 @@ class ExactCast(Cast):
     """A cast that loses nothing."""
 
 
+class RoundingCast(Cast):
+    """A cast that may lose something."""
+
+
 class Round(Elementwise):
     """To whole numbers."""
 
@@ -276,18 +280,13 @@ def _expand(node: Node) -> Expand | None:
 def _cast(node: Node) -> Cast | None:
     if not is_cast(node):
         return None
-    return (ExactCast if is_exact_cast(node) else Cast)(node, node.all_input_nodes[0])
+    return (ExactCast if is_exact_cast(node) else RoundingCast)(node, node.all_input_nodes[0])
 
 
-def _of_one(kind: type[Step]) -> Callable[[Node], Step | None]:
-    """The reader of an op of one tensor without other arguments."""
-
-    def read(node: Node) -> Step | None:
-        said = arguments(node, "self")
-        operand = None if said is None else tensor_node(said[0])
-        return None if operand is None else kind(node, operand)
-
-    return read
+def _of_one(node: Node) -> Step | None:
+    said = arguments(node, "self")
+    operand = None if said is None else tensor_node(said[0])
+    return None if operand is None else _OF_ONE[node.target](node, operand)
 
 
 def _clamp(node: Node) -> Clamp | None:
@@ -311,11 +310,13 @@ def _scaled(node: Node) -> Scaled | Inverse | None:
     both = operands(node, *DIVISIONS, *MULTIPLICATIONS)
     if both is None:
         return None
-    divides = calls(node, *DIVISIONS)
-    for (x, other), swapped in ((both, False), (both[::-1], True)):
-        operand, by = tensor_node(x), constant(other)
-        if operand is not None and by is not None and by != 0.0 and math.isfinite(by):
-            return Inverse(node, operand, by) if divides and swapped else Scaled(node, operand, by, divides)
+    for operand, other in (both, both[::-1]):
+        by = constant(other)
+        if by is None or by == 0.0 or not math.isfinite(by) or not is_tensor(operand):
+            continue
+        if calls(node, *MULTIPLICATIONS):
+            return Scaled(node, operand, by, divides=False)
+        return Scaled(node, operand, by, divides=True) if other is both[1] else Inverse(node, operand, by)
     return None
 
 
@@ -327,12 +328,13 @@ def _inverse(node: Node) -> Inverse | None:
     return Inverse(node, operand, 1.0)
 
 
+_OF_ONE: dict[object, type[Step]] = {aten.round.default: Round, aten.abs.default: Abs}
+
 _READERS: dict[object, Callable[[Node], Step | None]] = {
     aten.expand.default: _expand,
-    aten.round.default: _of_one(Round),
-    aten.abs.default: _of_one(Abs),
     aten.reciprocal.default: _inverse,
     aten.pow.Tensor_Scalar: _inverse,
+    **dict.fromkeys(_OF_ONE, _of_one),
     **dict.fromkeys(CASTS, _cast),
     **dict.fromkeys(CLAMPS, _clamp),
     **dict.fromkeys(DIVISIONS | MULTIPLICATIONS, _scaled),

@@ -31,6 +31,7 @@ from fusion_passes.graph.steps import (
     Expand,
     Inverse,
     OrderedView,
+    RoundingCast,
     Scaled,
     Step,
     clamped_before,
@@ -113,7 +114,7 @@ def _read_chain(output: Node, source: Node) -> GroupQuantize | None:
     if top(magnitudes, scales.source) is not root:
         return None  # the scales come from another tensor
     for taken in reversed(behind):
-        if isinstance(taken, Cast) and not isinstance(taken, ExactCast):
+        if isinstance(taken, RoundingCast):
             raise Unread(output, f"the quotient is rounded to {_dtype(taken.node)} before it is quantised")
     if not any(isinstance(taken, Abs) for taken in magnitudes):
         raise Unread(output, "the scales come from the largest element, not from the largest magnitude")
@@ -138,13 +139,12 @@ def _read_chain(output: Node, source: Node) -> GroupQuantize | None:
 
 
 def _bounds(steps: list[Step]) -> tuple[float, float] | None:
-    """The bounds of all clamps of a chain together, the last step first; None where one is no constant (which is said of
-    a static quantisation)."""
+    """The bounds of all clamps of a chain together, the last step first; None where one is no constant."""
     bounds = (-math.inf, math.inf)
     for taken in steps:
         if isinstance(taken, Clamp):
             if taken.broadcasts or taken.bounds is None or any(map(math.isnan, taken.bounds)):
-                return None
+                return None  # said of a static quantisation
             bounds = clamped_before(bounds, *taken.bounds)
     return bounds
 
@@ -306,7 +306,7 @@ def _after(taken: Step, before: _Derived, magnitudes: torch.dtype) -> _Derived |
             raise Unread(node, "the scales, or the magnitudes that they are made of, are clamped to nan")
         _check_bound(taken.bounds[0], node)
         return before.clamped(*taken.bounds, dtype)
-    if isinstance(taken, Cast) and not isinstance(taken, ExactCast):
+    if isinstance(taken, RoundingCast):
         if dtype is torch.float32:
             return before.clamped(-math.inf, math.inf, dtype)
         # A maximum of numbers in this dtype is one; of a bound below, Inductor keeps all digits.

@@ -7,8 +7,9 @@ one element.  A cast alone is a quantisation with scale 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from fusion_passes.graph.steps import (
     Clamp,
     ExactCast,
     Round,
+    RoundingCast,
     Step,
     View,
     clamped_before,
@@ -131,11 +133,10 @@ def _read(node: Node) -> Quantize | None:
 def _read_chain(output: Node, source: Node) -> Quantize:
     """From the cast to FP8 up: `(cast | clamp | round | view)* scaled? (exact cast | view)*`."""
     behind = up(source, Cast, Clamp, Round, View)
-    clamp = _bounds(behind)
     scaled = _scaled(top(behind, source))
     if scaled is None:
-        return _quantize(output, source, _without_the_producer_s(behind), None, clamp, [])
-    return _quantize(output, source, [*behind, scaled], scaled, clamp, _widened(scaled.operand))
+        return _quantize(output, source, _without_producer(behind))
+    return _quantize(output, source, [*behind, scaled], _widened(scaled.operand))
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,46 +148,15 @@ class _Scaled(Step):
     inverse: bool
 
 
-def _bounds(steps: list[Step]) -> tuple[float, float]:
-    """The bounds of all clamps of a chain together, the last step first."""
-    bounds, rounds = (-math.inf, math.inf), False
-    for taken in steps:
-        rounds |= isinstance(taken, Round)
-        if isinstance(taken, Clamp):
-            bounds = clamped_before(bounds, *_constant_bounds(taken, rounds))
-    return bounds
-
-
-def _constant_bounds(clamp: Clamp, rounds: bool) -> tuple[float, float]:
-    """The bounds of one clamp.  rounds: a rounding to whole numbers comes behind it."""
-    node = clamp.node
-    if clamp.broadcasts:
-        raise Unread(node, f"a bound broadcasts the tensor from {shape_of(clamp.operand)} to {shape_of(node)}")
-    if clamp.bounds is None:
-        unknown = next(x for x in (clamp.low, clamp.high) if x is not None and constant(x) is None)
-        raise Unread(node, f"clamps to {show(unknown)}, which is not a constant")
-    for limit in clamp.bounds:
-        if math.isnan(limit):
-            raise Unread(node, "clamps to nan, which makes every code NaN")
-        if rounds and math.isfinite(limit) and limit != math.trunc(limit):
-            raise Unread(node, f"clamps to {limit:g}, which is no whole number, before it rounds to whole numbers")
-    return clamp.bounds
-
-
-def _without_the_producer_s(steps: list[Step]) -> list[Step]:
-    """Of a chain without a scale, what belongs to the quantisation: a narrowing cast with nothing of it before, no
-    clamp and no rounding, is the producer's own rounding."""
-    own = max((i for i, taken in enumerate(steps) if isinstance(taken, (Clamp, Round))), default=-1)
-    narrowing = (i for i, taken in enumerate(steps) if i > own and _is_narrowing(taken))
-    return _without_last_views(steps[: next(narrowing, len(steps))])
-
-
-def _is_narrowing(taken: Step) -> bool:
-    return isinstance(taken, Cast) and not isinstance(taken, ExactCast)
+def _without_producer(steps: list[Step]) -> list[Step]:
+    """Of a chain without a scale, what belongs to the quantisation: a rounding cast with nothing of it before, no clamp
+    and no rounding to whole numbers, is the producer's own."""
+    own = 1 + max((i for i, taken in enumerate(steps) if isinstance(taken, (Clamp, Round))), default=-1)
+    return _without_last_views([*steps[:own], *takewhile(lambda s: not isinstance(s, RoundingCast), steps[own:])])
 
 
 def _without_last_views(steps: list[Step]) -> list[Step]:
-    """The steps that lead from the views above to the end; the views are the producer's."""
+    """The steps without the views above them, which are the producer's too."""
     while steps and isinstance(steps[-1], View):
         steps = steps[:-1]
     return steps
@@ -259,36 +229,56 @@ def _refuse_scale(node: Node, x: Node, by: object) -> None:
     raise Unread(node, f"scale has shape {shape_of(scale)}: a {kind} quantisation, not a static per-tensor one")
 
 
-def _quantize(
-    output: Node,
-    source: Node,
-    chain: list[Step],
-    scaled: _Scaled | None,
-    clamp: tuple[float, float],
-    widened: list[Step],
-) -> Quantize:
-    """The idiom of the steps that lead to `source`, the last one first: those of the quantisation itself, the scaling
-    among them, then those that widen its input."""
+def _quantize(output: Node, source: Node, chain: list[Step], widened: Sequence[Step] = ()) -> Quantize:
+    """The idiom of the steps that lead to `source`, the last one first: of the quantisation itself, the scaling among
+    them, then those that widen its input."""
     steps = [*chain, *widened]
+    clamp = _bounds(chain)
     x = top(steps, source)
     if not is_high_precision(x):
         raise Unread(x, f"quantises {x.name}, which is not a high-precision floating-point tensor")
-    scale = None if scaled is None else scaled.scale
-    if scale is not None:
-        _check_scale(output, scale, x)
+    scaled = next((taken for taken in chain if isinstance(taken, _Scaled)), _Scaled(output, x, None, 1.0, False))
+    if scaled.scale is not None:
+        _check_scale(output, scaled.scale, x)
     return Quantize(
         output=output,
         nodes=frozenset({output, *(taken.node for taken in steps)}),
         input=x,
-        scale=scale,
-        scale_factor=1.0 if scaled is None else scaled.factor,
-        inverse=scaled is not None and scaled.inverse,
+        scale=scaled.scale,
+        scale_factor=scaled.factor,
+        inverse=scaled.inverse,
         dtype=value(output).dtype,
         clamp=None if clamp == (-math.inf, math.inf) else clamp,
         compute_dtype=_compute_dtype(output, x, chain),
         rounding="integer" if any(isinstance(taken, Round) for taken in chain) else "cast",
         views=views_among(steps),
     )
+
+
+def _bounds(steps: list[Step]) -> tuple[float, float]:
+    """The bounds of all clamps of a chain together, the last step first."""
+    bounds, rounds = (-math.inf, math.inf), False
+    for taken in steps:
+        rounds |= isinstance(taken, Round)
+        if isinstance(taken, Clamp):
+            bounds = clamped_before(bounds, *_constant_bounds(taken, rounds))
+    return bounds
+
+
+def _constant_bounds(clamp: Clamp, rounds: bool) -> tuple[float, float]:
+    """The bounds of one clamp.  rounds: a rounding to whole numbers comes behind it."""
+    node = clamp.node
+    if clamp.broadcasts:
+        raise Unread(node, f"a bound broadcasts the tensor from {shape_of(clamp.operand)} to {shape_of(node)}")
+    if clamp.bounds is None:
+        unknown = next(x for x in (clamp.low, clamp.high) if x is not None and constant(x) is None)
+        raise Unread(node, f"clamps to {show(unknown)}, which is not a constant")
+    for limit in clamp.bounds:
+        if math.isnan(limit):
+            raise Unread(node, "clamps to nan, which makes every code NaN")
+        if rounds and math.isfinite(limit) and limit != math.trunc(limit):
+            raise Unread(node, f"clamps to {limit:g}, which is no whole number, before it rounds to whole numbers")
+    return clamp.bounds
 
 
 def _compute_dtype(output: Node, x: Node, chain: list[Step]) -> torch.dtype:
@@ -319,14 +309,13 @@ def _opaque(call: OpCall, op: OpaqueOp) -> Quantize | None:
     if said := op.unread(call.arguments, call.defaults):
         raise Unread(call.output, f"{call.name.replace('::', '.')} is called with {said}, which is not read")
     x = call.arguments[op.input]
-    limit = max_value(dtype)
-    found = _one_op(call, x, call.arguments[op.scale], dtype, (-limit, limit))
+    found = _one_op(call, x, call.arguments[op.scale])
     if op.device is not None and value(found.input).device.type != op.device:
         raise Unread(call.output, f"{found.opaque} computes something else on {value(found.input).device.type}")
     given = tensor_node(x)
     if not call.whole or given is None or not same_shape(value(call.output).shape, value(given).shape):
         raise Unread(call.output, f"{found.opaque} writes to a part of a tensor, or to one of another shape")
-    return replace(found, keeps_nan=op.keeps_nan)
+    return replace(found, clamp=(-max_value(dtype), max_value(dtype)), keeps_nan=op.keeps_nan)
 
 
 def _read_quantized_decomposed(call: OpCall) -> Quantize | None:
@@ -342,16 +331,16 @@ def _read_quantized_decomposed(call: OpCall) -> Quantize | None:
     low, high = constant(given["quant_min"]), constant(given["quant_max"])
     if low is None or high is None:
         raise Unread(call.output, f"the range of {name} is not constant")
-    return replace(_one_op(call, given["input"], given["scale"], dtype, (low, high)), rounding="integer")
+    return replace(_one_op(call, given["input"], given["scale"]), dtype=dtype, clamp=(low, high), rounding="integer")
 
 
-def _one_op(call: OpCall, x: object, scale: object, dtype: torch.dtype, clamp: tuple[float, float]) -> Quantize:
-    """A Quantize that one op does: in fp32, by `scale`, clamped and cast."""
+def _one_op(call: OpCall, x: object, scale: object) -> Quantize:
+    """A Quantize that one op does in fp32, by `scale`."""
     node, name = call.output, call.name.replace("::", ".")
     if not isinstance(x, Node) or not is_high_precision(x):
         raise Unread(node, f"the input of {name} is not a high-precision tensor")
     if not is_scalar(scale):
         _refuse_scale(node, x, scale)
         raise Unread(node, f"the scale of {name} is as large as the tensor: not a static per-tensor quantisation")
-    found = _quantize(node, x, [], _scaled_by(node, x, scale, divides=True), clamp, _widened(x))
-    return replace(found, nodes=found.nodes | call.nodes, dtype=dtype, compute_dtype=torch.float32, opaque=name)
+    found = _quantize(node, x, [_scaled_by(node, x, scale, divides=True)], _widened(x))
+    return replace(found, nodes=found.nodes | call.nodes, compute_dtype=torch.float32, opaque=name)

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 
 from fusion_passes.graph.steps import (
     Abs,
-    Cast,
     Clamp,
     ExactCast,
     Expand,
     Inverse,
     OrderedView,
     Round,
+    RoundingCast,
     Scaled,
     View,
     clamped_before,
@@ -146,9 +146,9 @@ def test_a_number_over_the_operand():
     [
         (BF16, FP32, ExactCast),
         (FP16, torch.float64, ExactCast),
-        (FP32, BF16, Cast),
-        (BF16, FP16, Cast),
-        (torch.float8_e4m3fn, BF16, Cast),
+        (FP32, BF16, RoundingCast),
+        (BF16, FP16, RoundingCast),
+        (torch.float8_e4m3fn, BF16, RoundingCast),
         (FP32, FP32, OrderedView),
     ],
 )
