@@ -26,12 +26,21 @@ from fusion_passes.graph.read import (
     value,
     view_source,
 )
-from fusion_passes.graph.steps import DIVISIONS, MULTIPLICATIONS, constant, is_cast, is_exact_cast
+from fusion_passes.graph.steps import DIVISIONS, MULTIPLICATIONS, Cast, ExactCast, Scaled, constant, is_cast, step
 from fusion_passes.idioms.attention import Attention
 from fusion_passes.idioms.attention_mask import Mask, inverted, where_parts
 from fusion_passes.idioms.idiom import NearMiss
 from fusion_passes.idioms.kv_heads import broadcast_heads, repeated_from, unexpand
-from fusion_passes.idioms.reading import Unread, is_4d, op_name, read_all, reduced_along_last, schema_name, shape_of
+from fusion_passes.idioms.reading import (
+    Unread,
+    ancestors,
+    is_4d,
+    op_name,
+    read_all,
+    reduced_along_last,
+    schema_name,
+    shape_of,
+)
 
 
 def recognize(graph: Graph) -> Iterator[Attention | NearMiss]:
@@ -66,9 +75,9 @@ class _Math:
         self.score_product = product
         self.masked_at: list[Node] = []
 
-    def up(self, node: Node) -> Node:
-        """Up through views that leave the matrices as they are, and casts that only round (not to FP8)."""
-        while _keeps_matrices(node) or (is_cast(node) and is_high_precision(node)):
+    def up(self, node: Node, casts: type[Cast] = Cast) -> Node:
+        """Up through views that leave the matrices as they are, and casts of this kind (not to FP8)."""
+        while _keeps_matrices(node) or (isinstance(step(node), casts) and is_high_precision(node)):
             self.nodes.add(node)
             node = node.all_input_nodes[0]
         return node
@@ -112,16 +121,10 @@ class _Math:
         """(source, factor): up through views that leave the matrices as they are, casts that lose nothing, and
         multiplications by constants."""
         factor = 1.0
-        while True:
-            if _keeps_matrices(node) or is_exact_cast(node):
-                following = node.all_input_nodes[0]
-            elif (scaled := _scaled(node)) is not None:
-                following, times = scaled
-                factor *= times
-            else:
-                return node, factor
+        while (scaled := _scaled(node := self.up(node, ExactCast))) is not None:
             self.nodes.add(node)
-            node = following
+            node, factor = scaled[0], factor * scaled[1]
+        return node, factor
 
     def _safe(self, node: Node) -> tuple[Node, Node] | None:
         """(softmax, scores) of `where(no score in the row is above -inf, 0, softmax)`."""
@@ -352,7 +355,7 @@ class _Math:
             if calls(node, aten.permute.default, aten.transpose.int) and _swaps_last(node):
                 transposed = not transposed
                 following = node.all_input_nodes[0]
-            elif _keeps_matrices(node) or is_exact_cast(node):
+            elif _keeps_matrices(node) or isinstance(step(node), ExactCast):
                 following = node.all_input_nodes[0]
             elif name != "query" and (one := broadcast_heads(node)) is not None:
                 following, heads, broadcast = one, 1, True
@@ -412,8 +415,9 @@ def _judged_rows(node: Node, passed: set[Node]) -> Node | None:
 
 
 def _widened(node: Node) -> Node | None:
-    """What `node` is an exact cast of, or None."""
-    return node.all_input_nodes[0] if is_exact_cast(node) and not is_noop(node) else None
+    """What `node` is an exact cast of, to a wider dtype; or None."""
+    taken = step(node)
+    return taken.operand if isinstance(taken, ExactCast) else None
 
 
 def _is_wider_copy(node: Node) -> bool:
@@ -425,19 +429,8 @@ def _is_wider_copy(node: Node) -> bool:
 
 def _scaled(node: Node) -> tuple[Node, float] | None:
     """(operand, factor) of a multiplication or division by a constant."""
-    both = operands(node, *MULTIPLICATIONS, *DIVISIONS)
-    if both is None:
-        return None
-    left, right = both
-    factor = constant(right)
-    if factor is None and calls(node, *MULTIPLICATIONS):
-        left, factor = right, constant(left)
-    operand = tensor_node(left)
-    if operand is None or factor is None or not math.isfinite(factor) or factor == 0.0:
-        return None
-    if not same_shape(value(operand).shape, value(node).shape):
-        return None
-    return operand, 1.0 / factor if calls(node, *DIVISIONS) else factor
+    taken = step(node)
+    return (taken.operand, taken.factor) if isinstance(taken, Scaled) and not taken.broadcasts else None
 
 
 def _swaps_last(node: Node) -> bool:
@@ -514,29 +507,19 @@ def _leads_to_product(arg: object) -> bool:
     return False
 
 
-_SOFTMAX = (aten._softmax.default, aten._safe_softmax.default, aten.exp.default)
+_SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
 
 
 def _has_softmax_above(node: Node) -> bool:
     """True for a softmax a few steps above `node`: tells an attention with something extra from any other product."""
-    level = [node]
-    for _ in range(4):
-        level = [x for n in level for x in n.all_input_nodes]
-        for x in level:
-            if calls(x, aten._softmax.default, aten._safe_softmax.default):
-                return True
-            if calls(x, aten.div.Tensor) and calls(x.args[0], aten.exp.default):
-                return True
-    return False
+    above = set(ancestors(node, 4)) - {node}
+    return any(calls(x, *_SOFTMAX) or (calls(x, aten.div.Tensor) and calls(x.args[0], aten.exp.default)) for x in above)
 
 
 def _drops_out(node: Node) -> bool:
     """True for random numbers a few steps above `node`, beside its softmax."""
-    level = [node]
-    for _ in range(6):
-        for x in level:
-            tags = getattr(x.target, "tags", ())
-            if torch.Tag.nondeterministic_seeded in tags or schema_name(x) == "prims::inductor_random":
-                return True
-        level = [x for n in level if not calls(n, *_SOFTMAX) for x in n.all_input_nodes]
+    for x in ancestors(node, 5, but_not=(*_SOFTMAX, aten.exp.default)):
+        tags = getattr(x.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags or schema_name(x) == "prims::inductor_random":
+            return True
     return False

@@ -65,18 +65,23 @@ def reduced_along_last(node: Node, *targets: object) -> Node | None:
     return source if value(source).ndim and dims in ([-1], [value(source).ndim - 1]) else None
 
 
+def ancestors(node: Node, levels: int | None = None, but_not: Collection[object] = ()) -> Iterator[Node]:
+    """`node`, then what it is computed from, level by level: at most so many above it, and nothing that a call of
+    `but_not` is computed from."""
+    seen, level = {node}, [node]
+    while level:
+        yield from level
+        if levels == 0:
+            return
+        levels = None if levels is None else levels - 1
+        above = dict.fromkeys(x for n in level if not calls(n, *but_not) for x in n.all_input_nodes)
+        level = [x for x in above if x not in seen]
+        seen.update(level)
+
+
 def depends_on(node: Node, target: Node) -> bool:
     """True where `node` is computed from `target`."""
-    seen: set[Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current is target:
-            return True
-        if current not in seen:
-            seen.add(current)
-            stack.extend(current.all_input_nodes)
-    return False
+    return target in ancestors(node)
 
 
 def shape_of(node: Node) -> str:
