@@ -37,7 +37,7 @@ from fusion_passes.graph.read import (
     through_views,
     value,
 )
-from fusion_passes.graph.steps import CASTS, DIVISIONS, MULTIPLICATIONS, is_cast, is_exact_cast
+from fusion_passes.graph.steps import CASTS, CLAMPS, DIVISIONS, MULTIPLICATIONS, is_cast, is_exact_cast
 from fusion_passes.graph.symbolic import known
 from fusion_passes.graph.views import best_layout, replay
 from fusion_passes.idioms import Idioms, NearMiss
@@ -207,23 +207,7 @@ def _is_output(node: Node, site: Node) -> bool:
     return node is site
 
 
-STEPS = (
-    CASTS
-    | DIVISIONS
-    | MULTIPLICATIONS
-    | {
-        aten.clamp.default,
-        aten.clamp.Tensor,
-        aten.clamp_min.default,
-        aten.clamp_min.Tensor,
-        aten.clamp_max.default,
-        aten.clamp_max.Tensor,
-        aten.hardtanh.default,
-        aten.maximum.default,
-        aten.minimum.default,
-        aten.round.default,
-    }
-)
+STEPS = frozenset({*CASTS, *DIVISIONS, *MULTIPLICATIONS, *CLAMPS, aten.round.default})
 """What a quantisation consists of, beside views."""
 
 

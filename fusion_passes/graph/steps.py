@@ -252,8 +252,10 @@ def scalar(arg: object) -> Scalar:
             return Scalar(arg, factor, inverse)
         arg = taken.operand
     for taken in reversed(passed):
-        by_one = taken.by * (1.0 / fixed if fixed else math.inf)
-        fixed = by_one if isinstance(taken, Inverse) else taken.factor * fixed
+        if isinstance(taken, Inverse):
+            fixed = taken.by * (1.0 / fixed if fixed else math.inf)
+        else:
+            fixed = taken.factor * fixed
         fixed = float(torch.tensor(fixed, dtype=value(taken.node).dtype, device="cpu"))
     return Scalar(None, fixed, False)
 

@@ -4,8 +4,9 @@ An idiom says what a group of nodes computes, with every attribute that a replac
 spelled.  Rules (`fusion_passes.fusions`) speak of idioms and never see spellings; so a new spelling is a change in one
 idiom file, and a new fusion is one rule.
 
-An idiom file holds: the dataclass, its reference in plain torch, `SPELLINGS` (plain torch functions, the documentation
-and the test cases at once) and `recognize(graph)`, which yields idioms and near misses.
+An idiom file holds the dataclass, its reference in plain torch, and `recognize(graph)`, which yields idioms and near
+misses.  Its spellings (plain torch functions, the documentation and the test cases at once) stand in `spellings/`.
+A chain is read as a grammar over `graph.steps`.
 """
 
 from __future__ import annotations

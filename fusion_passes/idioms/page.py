@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fusion_passes.idioms import attention, opaque, rope
+from fusion_passes.idioms import opaque, rope
 from fusion_passes.idioms.quantize import QUANTIZED_DECOMPOSED
-from fusion_passes.idioms.spellings import group_quantize, quantize
+from fusion_passes.idioms.spellings import attention, group_quantize, quantize
 
 INTRODUCTION = """\
 # Spellings

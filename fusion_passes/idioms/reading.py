@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from fusion_passes.graph.arguments import arguments, tensor_node
 from fusion_passes.graph.read import (
+    ALIASES,
     COPIES,
     argument,
     aten,
@@ -186,7 +187,7 @@ def is_4d(arg: object) -> bool:
 
 def without_copies(node: Node) -> Node:
     """Up through what changes neither elements nor shape."""
-    while (calls(node, *COPIES, aten.alias.default, aten.detach.default) or is_noop(node)) and node.all_input_nodes:
+    while (calls(node, *COPIES, *ALIASES) or is_noop(node)) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from fusion_passes.idioms import attention_mask, recognize
-from fusion_passes.idioms.attention import BACKENDS, SPELLINGS, Attention
+from fusion_passes.idioms.attention import BACKENDS, Attention
+from fusion_passes.idioms.spellings.attention import SPELLINGS
 from fusion_passes.testing import capture, capture_cuda, capture_traced, run
 
 BF16 = torch.bfloat16

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusion_passes.idioms import recognize
-from fusion_passes.idioms.attention import SPELLINGS, Attention
+from fusion_passes.idioms.attention import Attention
+from fusion_passes.idioms.spellings.attention import SPELLINGS
 from fusion_passes.testing import capture, capture_cuda, run
 
 pytestmark = pytest.mark.gpu

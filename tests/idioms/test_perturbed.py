@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusion_passes.idioms import attention, recognize, rope
-from fusion_passes.idioms.spellings import group_quantize, quantize
+from fusion_passes.idioms import recognize, rope
+from fusion_passes.idioms.spellings import attention, group_quantize, quantize
 from fusion_passes.ops.quantize import quantize_fp8
 from fusion_passes.testing import capture, capture_cuda
 from tests.idioms.perturbed import Program, path, perturbations, wrong
