@@ -81,7 +81,7 @@ class Cast(Elementwise):
 
 
 class ExactCast(Cast):
-    """A cast that loses nothing."""
+    """From 16 bits or more to more bits: a cast that loses nothing."""
 
 
 class RoundingCast(Cast):
@@ -167,21 +167,13 @@ def clamped_before(bounds: tuple[float, float], low: float, high: float) -> tupl
 
 
 def is_cast(node: object) -> bool:
-    """True for a cast between floating-point dtypes, on one device."""
-    if not (isinstance(node, Node) and calls(node, *CASTS) and node.all_input_nodes and is_tensor(node)):
-        return False
-    source = node.all_input_nodes[0]
-    if not is_tensor(source) or value(source).device != value(node).device:
-        return False
-    return value(source).dtype.is_floating_point and value(node).dtype.is_floating_point
+    """True for a cast to another floating-point dtype, on one device."""
+    return isinstance(node, Node) and isinstance(step(node), Cast)
 
 
 def is_exact_cast(node: object) -> bool:
-    """True for a floating-point cast that loses nothing: to the same dtype, or from 16 to 32 bits and the like."""
-    if not (isinstance(node, Node) and is_cast(node)):
-        return False
-    before, after = value(node.all_input_nodes[0]).dtype, value(node).dtype
-    return before == after or 2 <= before.itemsize < after.itemsize
+    """True for such a cast that loses nothing."""
+    return isinstance(node, Node) and isinstance(step(node), ExactCast)
 
 
 def constant(arg: object) -> float | None:
@@ -280,9 +272,14 @@ def _expand(node: Node) -> Expand | None:
 
 
 def _cast(node: Node) -> Cast | None:
-    if not is_cast(node):
+    operand = tensor_node(node.all_input_nodes[0]) if node.all_input_nodes else None
+    if operand is None or value(operand).device != value(node).device:
         return None
-    return (ExactCast if is_exact_cast(node) else RoundingCast)(node, node.all_input_nodes[0])
+    before, after = value(operand).dtype, value(node).dtype
+    if not (before.is_floating_point and after.is_floating_point):
+        return None
+    exact = 2 <= before.itemsize < after.itemsize
+    return (ExactCast if exact else RoundingCast)(node, operand)
 
 
 def _of_one(node: Node) -> Step | None:

@@ -127,6 +127,20 @@ def test_the_lower_bound_is_the_one_that_the_graph_computes(x):
         assert found.min_scale == pytest.approx(float(scales), rel=2.0**-23, abs=0.0)
 
 
+def test_the_largest_code_as_a_tensor_over_the_magnitude(x):
+    def fn(x, code=448.0):
+        groups = x.float().view(6, 4, 32)
+        inverse = torch.full((6, 4, 1), code) / largest(groups).clamp(min=1e-4)
+        return (groups * inverse).to(E4M3), inverse**-1
+
+    found = read(fn, x)
+    assert (found.inverse, found.min_scale) == (True, pytest.approx(1e-4 / 448.0))
+    assert found.scales.target is torch.ops.aten.pow.Tensor_Scalar
+    assert (
+        miss(lambda x: fn(x, 224.0), x) == "the scales are the largest magnitude times 0.00446429, not divided by 448"
+    )
+
+
 def test_a_lower_bound_in_16_bits(x):
     def fn(x):
         groups = x.view(6, 4, 32)
