@@ -25,6 +25,7 @@ from fusion_passes.fusions.paged_attention_quant import paged, paged_groups
 from fusion_passes.fusions.rule import Rule
 from fusion_passes.graph.match import Call
 from fusion_passes.graph.read import (
+    CASTS,
     aten,
     calls,
     following_views,
@@ -37,7 +38,7 @@ from fusion_passes.graph.read import (
     through_views,
     value,
 )
-from fusion_passes.graph.steps import CASTS, CLAMPS, DIVISIONS, MULTIPLICATIONS, is_cast, is_exact_cast
+from fusion_passes.graph.steps import CLAMPS, DIVISIONS, MULTIPLICATIONS, is_cast, is_exact_cast
 from fusion_passes.graph.symbolic import known
 from fusion_passes.graph.views import best_layout, replay
 from fusion_passes.idioms import Idioms, NearMiss

@@ -23,6 +23,8 @@ from fusion_passes.graph.symbolic import known
 aten = torch.ops.aten
 prims = torch.ops.prims
 
+CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
+
 RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})
 """Ops that keep the order of the elements, and copy where the strides leave no other way."""
 
@@ -54,6 +56,9 @@ SPLITS = frozenset(
     }
 )
 """Ops that give the parts of a tensor along one dimension, as a tuple.  (`chunk` and `tensor_split` become such.)"""
+
+PERHAPS_VIEWS = PARTS | SPLITS | {operator.getitem, aten.expand.default, *CASTS}
+"""Ops that are views where they provably give all of a tensor, unchanged."""
 
 META_ONLY = frozenset({aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default})
 """Ops that ask what a tensor is like, and read none of its elements."""
@@ -128,7 +133,7 @@ def is_contiguous(x: Tensor) -> bool:
 
 def is_noop(node: Node) -> bool:
     """True for an op that gives its input back: a cast to the same dtype, an `expand` or `slice` to the same shape."""
-    if calls(node, prims.convert_element_type.default, aten.expand.default, aten.slice.Tensor, aten._to_copy.default):
+    if calls(node, *CASTS, aten.expand.default, aten.slice.Tensor):
         (source,) = node.all_input_nodes[:1]
         if not (is_tensor(source) and is_tensor(node)):
             return False
@@ -142,7 +147,9 @@ def is_view(node: Node) -> bool:
     and what takes all of a tensor: `x[0]` of one row, a split into one part.
 
     Such a split is two nodes, the call and the part that is taken from its tuple; each counts as a view."""
-    return calls(node, *VIEWS) or is_noop(node) or _takes_all(node)
+    if node.op != "call_function":
+        return False
+    return node.target in VIEWS or (node.target in PERHAPS_VIEWS and (is_noop(node) or _takes_all(node)))
 
 
 def view_source(node: Node) -> Node | None:

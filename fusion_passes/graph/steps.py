@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from fusion_passes.graph.arguments import arguments, number, operands, tensor_node
 from fusion_passes.graph.read import (
+    CASTS,
     aten,
     calls,
     has_one_element,
@@ -24,12 +25,10 @@ from fusion_passes.graph.read import (
     is_tensor,
     is_view,
     keeps_order,
-    prims,
     same_shape,
     value,
 )
 
-CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
 MULTIPLICATIONS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar})
 

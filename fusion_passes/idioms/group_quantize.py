@@ -19,9 +19,8 @@ from torch.fx import Graph, Node
 
 from fusion_passes import quant
 from fusion_passes.graph.arguments import arguments, number, operands, tensor_node
-from fusion_passes.graph.read import aten, calls, is_high_precision, is_tensor, same_shape, value
+from fusion_passes.graph.read import CASTS, aten, calls, is_high_precision, is_tensor, same_shape, value
 from fusion_passes.graph.steps import (
-    CASTS,
     DIVISIONS,
     MULTIPLICATIONS,
     Abs,

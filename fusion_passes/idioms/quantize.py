@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from fusion_passes.graph.arguments import operands, tensor_node
 from fusion_passes.graph.read import (
+    CASTS,
     calls,
     has_one_element,
     is_high_precision,
@@ -26,7 +27,6 @@ from fusion_passes.graph.read import (
     value,
 )
 from fusion_passes.graph.steps import (
-    CASTS,
     DIVISIONS,
     LARGEST,
     MULTIPLICATIONS,
