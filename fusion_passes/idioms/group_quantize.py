@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -108,8 +109,9 @@ def _read_chain(output: Node, source: Node) -> GroupQuantize | None:
         return None  # no dynamic quantisation
     x, scales = divided
     widened = up(x, ExactCast, OrderedView)
-    magnitudes = up(scales.source, Abs, ExactCast, OrderedView)
     root = top(widened, x)
+    above = up(scales.source, Abs, ExactCast, OrderedView)
+    magnitudes = [*takewhile(lambda taken: taken.node is not root, above)]
     if top(magnitudes, scales.source) is not root:
         return None  # the scales come from another tensor
     for taken in reversed(behind):

@@ -107,6 +107,11 @@ def test_views_of_the_codes_are_recorded(x):
     assert found.input.meta["val"].shape == (6, 128)
 
 
+def test_magnitudes_that_are_quantised_themselves(x):
+    found = read(lambda x: grouped(x.float().abs(), lambda g: (largest(g) / 448.0).clamp(min=TINY)), x)
+    assert found.input.target is torch.ops.aten.abs.default
+
+
 def test_bounds_of_the_scale(x):
     assert read(lambda x: grouped(x, lambda g: (largest(g) / 448.0).clamp(1e-9, 0.5)), x).max_scale == 0.5
     assert read(lambda x: grouped(x, lambda g: largest(g).clamp(min=0.448) / 448.0), x).min_scale == pytest.approx(1e-3)
