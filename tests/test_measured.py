@@ -53,7 +53,7 @@ def test_attention_quant_on_an_h200(shape, causal, pays, monkeypatch):
 
     from fusion_passes.measured import attention_quant
 
-    op = sys.modules["fusion_passes.ops.attention_quant"]
+    op = sys.modules["fusion_passes.ops.support"]
     monkeypatch.setattr(op, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(op, "triton_version", lambda: (3, 6))
     monkeypatch.setattr(measured, "device_capability", lambda device: (9, 0))

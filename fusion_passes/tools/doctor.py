@@ -19,7 +19,8 @@ import torch
 from fusion_passes.compiler import inductor
 from fusion_passes.compiler.config import ENV_PREFIX, PassConfig
 from fusion_passes.fusions.rule import Rule
-from fusion_passes.ops.attention_quant import NEWEST, OUTPUT_DTYPES, AttentionQuantArguments
+from fusion_passes.ops.attention_quant import OUTPUT_DTYPES, AttentionQuantArguments
+from fusion_passes.ops.kernel import NEWEST
 from fusion_passes.ops.kv_cache_write import KERNEL_DTYPES as WRITE_DTYPES
 from fusion_passes.ops.paged_attention import KERNEL_DTYPES as PAGED_DTYPES
 from fusion_passes.ops.paged_attention import KERNEL_HEAD_DIMS as PAGED_HEAD_DIMS

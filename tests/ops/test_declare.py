@@ -25,8 +25,7 @@ SCHEMAS = {
     ),
     "paged_attention": f"({BATCH}Tensor? output_scale=None, Tensor? sinks=None, {OPTIONS}) -> Tensor",
     "paged_attention_group_quant": (
-        f"({BATCH}Tensor? sinks=None, {OPTIONS}, int group_size=128, float? scale_lower_bound=None) "
-        "-> (Tensor, Tensor)"
+        f"({BATCH}Tensor? sinks=None, {OPTIONS}, int group_size=128, float? scale_lower_bound=None) -> (Tensor, Tensor)"
     ),
     "quantize_fp8": "(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
     "quantize_fp8_dynamic": (
