@@ -1,4 +1,7 @@
-"""A kernel and what it takes, as data: ops ask it in each call, fusions while compiling, `list` and the docs show it."""
+"""A kernel and what it takes, as data.
+
+Ops ask it in each call, fusions while compiling; `list`, `doctor` and the tables of the docs show it.
+"""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field

@@ -25,10 +25,12 @@ KERNEL = Kernel(
     name="the RoPE and cache kernel",
     module="fusion_passes.kernels.rope_quant_kv_write",
     takes={
+        "for": "RoPE and write, or the write alone",
         "query": names(kv_cache.HIGH_PRECISION_DTYPES),
         "cache": names(KERNEL_DTYPES),
         "head size": "any even",
         "page size": "any",
+        "output": "codes, or the query in a dtype of its own",
     },
 )
 

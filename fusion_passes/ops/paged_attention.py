@@ -45,7 +45,7 @@ HOPPER_PREFILL = Kernel(
     name="the Hopper paged prefill kernel",
     module="fusion_passes.kernels.paged_prefill_sm90",
     capability=((9, 0), (9, 0)),
-    triton=((3, 6), None),
+    triton=((3, 6), (3, 8)),  # Gluon, as in `attention_quant`
     takes={
         "for": "more new tokens; what it does not take the portable one does",
         "query": "of the cache's dtype, or quantised first",
