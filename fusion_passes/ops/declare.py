@@ -15,7 +15,6 @@ Each implementation takes one `SiluArguments`.  `torch.library.infer_schema` is 
 it knows no `int | SymInt`, and it calls what is written to by other names than the schemas that compiled code knows.
 """
 
-import dataclasses
 import inspect
 import types
 import typing
@@ -54,8 +53,7 @@ class Arguments:
     def by_name(self, without: Collection[str] = (), **instead: Any) -> dict[str, Any]:
         """The arguments for a function that has the same ones, but for those in `without`; `instead` goes before, or
         beside them."""
-        fields = (field.name for field in dataclasses.fields(self))  # type: ignore[arg-type]  # subclasses are
-        return {name: getattr(self, name) for name in fields if name not in without} | instead
+        return {name: x for name, x in vars(self).items() if name not in without} | instead
 
 
 OPS: dict[str, tuple[Kernel, ...]] = {}
@@ -81,7 +79,7 @@ def declare(
     arguments: the dataclass.  returns: `Tensor`, a tuple of them, or None.  writes: names of tensors that it changes.
     given: arguments whose default the schema does not have, beside dtypes, which cannot have one: the function fills
     them in.  cuda runs with the device of its first argument as the current one.  Raises TypeError for a type that a
-    schema does not have.
+    schema does not have, and for a name in writes or given that no argument has.
     """
     signature = inspect.signature(arguments).replace(return_annotation=returns)
     _library.define(name + schema(signature, writes, given), tags=TAGS)
@@ -109,7 +107,11 @@ def declare(
 
 
 def schema(signature: inspect.Signature, writes: tuple[str, ...] = (), given: tuple[str, ...] = ()) -> str:
-    """What `torch.library` calls a schema, without the name.  writes, given: as in `declare`."""
+    """What `torch.library` calls a schema, without the name.  writes, given, errors: as in `declare`."""
+    if unknown := {*writes, *given} - signature.parameters.keys():
+        raise TypeError(
+            f"no argument is called {' or '.join(sorted(unknown))}, there are {', '.join(signature.parameters)}"
+        )
     alias = {name: f"({letter}!)" for name, letter in zip(writes, "abcdefgh", strict=False)}
     parts: list[str] = []
     for parameter in signature.parameters.values():
@@ -123,7 +125,8 @@ def schema(signature: inspect.Signature, writes: tuple[str, ...] = (), given: tu
 def _type(annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return _type(type(typing.get_args(annotation)[0]))
-    kinds = set(typing.get_args(annotation)) or {annotation}
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    kinds = set(typing.get_args(annotation)) if is_union else {annotation}
     optional = "?" if types.NoneType in kinds else ""
     kinds -= {types.NoneType}
     if kinds == {int, SymInt}:
