@@ -151,9 +151,8 @@ def test_it_is_applied(told):
 
 
 def test_tables_of_the_docs_are_up_to_date():
-    pages = [page for page in (ROOT / "docs").glob("*.md") if "<!-- table: " in page.read_text()]
-    assert pages
-    for page in pages:
-        text = page.read_text()
+    tables_of = {page: text for page in (ROOT / "docs").glob("*.md") if "\n<!-- table: " in (text := page.read_text())}
+    assert tables_of
+    for page, text in tables_of.items():
         assert tables.updated(text) == text, f"out of date: python -m fusion_passes.tools.tables docs/{page.name}"
-        assert text.count("<!-- table: ") == text.count("<!-- end of table -->") == len(tables.MARKED.findall(text))
+        assert text.count("\n<!-- table: ") == text.count("\n<!-- end of table -->") == len(tables.MARKED.findall(text))

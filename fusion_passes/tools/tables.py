@@ -1,7 +1,7 @@
 """The tables in the docs that follow from rules and ops: `python -m fusion_passes.tools.tables docs/fusions.md`.
 
-A page marks the place of a table by a line `<!-- table: fusions -->`, or `<!-- table: kernels OP ... -->` for what the
-kernels of some ops take, and its end by `<!-- end of table -->`; what lies between is written anew.
+A table stands between two lines, and is written anew: `<!-- table: fusions -->`, or `<!-- table: kernels OP ... -->` for
+what the kernels of some ops take, and `<!-- end of table -->`.
 """
 
 import re
@@ -13,7 +13,7 @@ from fusion_passes.fusions.builtin import FUSIONS
 from fusion_passes.fusions.rule import Level
 from fusion_passes.ops.declare import OPS
 
-MARKED = re.compile(r"(<!-- table: (\w+)((?: \w+)*) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+MARKED = re.compile(r"^(<!-- table: (\w+)((?: \w+)*) -->\n).*?^(<!-- end of table -->)$", re.DOTALL | re.MULTILINE)
 RESULTS = {
     Level.O1: "bit for bit the unfused graph's",
     Level.O2: "may be rounded less often than the unfused graph's",
