@@ -1,7 +1,7 @@
 """The tables in the docs that follow from rules and ops: `python -m fusion_passes.tools.tables docs/fusions.md`.
 
-A table stands between two lines, and is written anew: `<!-- table: fusions -->`, or `<!-- table: kernels OP ... -->` for
-what the kernels of some ops take, and `<!-- end of table -->`.
+A table stands between two lines, and is written anew: `<!-- table: fusions -->`, or `<!-- table: kernels OP ... -->`
+for what the kernels of some ops take, and `<!-- end of table -->`.
 """
 
 import re
