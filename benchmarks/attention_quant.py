@@ -29,11 +29,34 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusion_passes
 from fusion_passes import PassConfig, Report
-from fusion_passes.ops.attention_quant import AttentionQuantArguments, Kernel, choose
+from fusion_passes.ops.attention_quant import AttentionKernel, AttentionQuantArguments, choose
 
 # Inductor's caches do not know which SDPA backend a graph was compiled under.
 torch._inductor.config.force_disable_caches = True
 
+RECORDS = {
+    "attention_quant-compile-target": (
+        ("attention_quant", "attention_quant_sm90"),
+        "--level compile --suite target",
+        "benchmarks/results",
+    ),
+    "attention_quant-compile-spread": (
+        ("attention_quant", "attention_quant_sm90"),
+        "--level compile --suite spread",
+        "benchmarks/results",
+    ),
+    "attention_quant-kernel-target": (
+        ("attention_quant", "attention_quant_sm90"),
+        "--level kernel --suite target",
+        "fusion_passes/measured",
+    ),
+    "attention_quant-kernel-spread": (
+        ("attention_quant", "attention_quant_sm90"),
+        "--level kernel --suite spread",
+        "fusion_passes/measured",
+    ),
+}
+"""By the name of a record: the kernels that it measures, the options that make it, and its folder."""
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -133,7 +156,7 @@ def contenders(shape: Shape, backends: Sequence[str] = tuple(BACKENDS)) -> dict[
             )
         return compiled(out, scale)
 
-    def fused(kernel: Kernel) -> Tensor:
+    def fused(kernel: AttentionKernel) -> Tensor:
         out = torch.empty_like(q.transpose(1, 2), dtype=torch.float8_e4m3fn).transpose(1, 2)
         importlib.import_module(kernel.module).launch(
             out, q, k, v, mask, scale, is_causal=shape.causal, scale=shape.head_dim**-0.5,

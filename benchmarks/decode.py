@@ -38,6 +38,9 @@ from fusion_passes.nn import Attention, AttentionMetadata
 from fusion_passes.ops.quantize import quantize_fp8
 
 torch._inductor.config.force_disable_caches = True
+
+RECORDS = {"decode": (("paged_decode", "rope_quant_kv_write", "quantize"), "", "benchmarks/results")}
+"""By the name of a record: the kernels that it measures, the options that make it, and its folder."""
 torch._dynamo.config.recompile_limit = 1000  # every variant and batch compiles the same functions
 
 PAGE = 64

@@ -23,40 +23,25 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 STALE = "fusion_passes/measured/stale.json"
 KERNELS = "fusion_passes/kernels/{}.py"
-ATTENTION = ("attention_quant", "attention_quant_sm90")
 PAGED = ("paged_decode", "paged_prefill", "paged_prefill_sm90")
 CHOICE = dict.fromkeys(PAGED, "fusion_passes/ops/paged_attention.py")
 """Kernel -> the module of its op: which sequences it gets says the function there that launches kernels."""
 
 MEASURED, RESULTS = "fusion_passes/measured", "benchmarks/results"
-RECORDS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    **{
-        f"attention_quant-{level}-{suite}": (
-            ATTENTION,
-            f"python benchmarks/attention_quant.py --level {level} --suite {suite} --record {folder}",
-        )
-        for level, folder in (("compile", RESULTS), ("kernel", MEASURED))
-        for suite in ("target", "spread")
-    },
-    "kv_attention-rope_write": (
-        ("rope_quant_kv_write", "quantize"),
-        f"python benchmarks/kv_attention.py --sections rope_write --record {MEASURED}",
-    ),
-    "kv_attention-quantisation": (
-        (*PAGED, "quantize"),
-        f"python benchmarks/kv_attention.py --sections quantisation --record {MEASURED}",
-    ),
-    "kv_attention-decode": (
-        ("paged_decode",),
-        f"python benchmarks/kv_attention.py --sections decode --record {RESULTS}",
-    ),
-    "kv_attention-prefill": (PAGED, f"python benchmarks/kv_attention.py --sections prefill --record {RESULTS}"),
-    "decode": (
-        ("paged_decode", "rope_quant_kv_write", "quantize"),
-        f"python benchmarks/decode.py --record {RESULTS}",
-    ),
-}
-"""Record of times, by the name of its file -> the kernels that it measures, and the command that makes it."""
+
+
+def _records() -> Iterator[tuple[str, tuple[tuple[str, ...], str]]]:
+    for file in sorted((ROOT / "benchmarks").glob("*.py")):
+        for statement in ast.parse(file.read_text()).body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "RECORDS":
+                for name, (kernels, options, folder) in ast.literal_eval(statement.value).items():
+                    command = ["python", f"benchmarks/{file.name}", *options.split(), "--record", folder]
+                    yield name, (kernels, " ".join(command))
+
+
+RECORDS: Mapping[str, tuple[tuple[str, ...], str]] = dict(_records())
+"""Record of times, by the name of its file -> the kernels that it measures, and the command that makes it.  Each
+benchmark has a table RECORDS of its own: name -> kernels, options, folder."""
 
 
 def read(path: str) -> str:

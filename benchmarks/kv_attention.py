@@ -17,6 +17,25 @@ import torch
 import torch._inductor.config
 from common import needs_a_card, write
 
+RECORDS = {
+    "kv_attention-rope_write": (
+        ("rope_quant_kv_write", "quantize"),
+        "--sections rope_write",
+        "fusion_passes/measured",
+    ),
+    "kv_attention-quantisation": (
+        ("paged_decode", "paged_prefill", "paged_prefill_sm90", "quantize"),
+        "--sections quantisation",
+        "fusion_passes/measured",
+    ),
+    "kv_attention-decode": (("paged_decode",), "--sections decode", "benchmarks/results"),
+    "kv_attention-prefill": (
+        ("paged_decode", "paged_prefill", "paged_prefill_sm90"),
+        "--sections prefill",
+        "benchmarks/results",
+    ),
+}
+"""By the name of a record: the kernels that it measures, the options that make it, and its folder."""
 SECTIONS = ("decode", "prefill", "rope_write", "quantisation")
 
 # A graph from a cache would not say which fusions it has.

@@ -14,6 +14,8 @@ from fusion_passes import __main__ as command_line
 from fusion_passes.__main__ import main
 from fusion_passes.fusions.attention_quant import AttentionQuant
 from fusion_passes.fusions.builtin import FUSIONS
+from fusion_passes.ops import support
+from fusion_passes.ops.declare import OPS
 from fusion_passes.tools import doctor as machine
 from fusion_passes.tools.table import table
 
@@ -287,13 +289,11 @@ def test_no_fusion_is_usable_without_a_gpu(capsys):
 )
 def test_kernels_are_usable_where_their_ops_would_run_them(capability, triton, unusable, monkeypatch):
     """None: not one of them."""
-    modules = [sys.modules[f"fusion_passes.ops.{name}"] for name in ("kv_cache_write", "support")]
-    for module in (machine, *modules):
-        monkeypatch.setattr(module, "device_capability", lambda device: capability)
-        monkeypatch.setattr(module, "triton_version", lambda: triton)
+    monkeypatch.setattr(support, "device_capability", lambda device: capability)
+    monkeypatch.setattr(support, "triton_version", lambda: triton)
     monkeypatch.setattr(machine, "_why_no_module", lambda name: None)
-    kernels = [kernel for kernels in machine.OTHER_KERNELS.values() for kernel in kernels]
-    reasons = {kernel.name: machine._why_unusable_here(kernel) for kernel in kernels}
+    kernels = *OPS["paged_attention"], *OPS["rope_quant_kv_write"], machine.INDUCTORS
+    reasons = {kernel.name: machine.why_unusable(kernel) for kernel in kernels}
     assert {name for name, why in reasons.items() if why} == ({*reasons} if unusable is None else unusable)
     write, paged = (sys.modules[f"fusion_passes.ops.{name}"] for name in ("kv_cache_write", "paged_attention"))
     cuda = torch.device("cuda")

@@ -53,9 +53,10 @@ def test_attention_quant_on_an_h200(shape, causal, pays, monkeypatch):
 
     from fusion_passes.measured import attention_quant
 
-    op = sys.modules["fusion_passes.ops.attention_quant"]
+    op = sys.modules["fusion_passes.ops.support"]
     monkeypatch.setattr(op, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(op, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(measured, "device_name", lambda device: None)
     monkeypatch.setattr(measured, "device_capability", lambda device: (9, 0))
     mode = FakeTensorMode()
     q = FakeTensor(mode, torch.empty(shape, dtype=torch.bfloat16, device="meta"), torch.device("cuda:0"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusion_passes import custom_ops
+from fusion_passes import custom_ops, fusions
 from fusion_passes.fusions.rule import Level, Rule
 from fusion_passes.ops.kv_cache import CHECK_VARIABLE, checks_wanted
 
@@ -47,26 +47,40 @@ def _debug_dir_from_env() -> Path | None:
     return Path(path) if path else None
 
 
+def _with_switches(cls: type[PassConfig]) -> type[PassConfig]:
+    """A field for each fusion."""
+    for name in fusions.NAMES:
+        cls.__annotations__[name] = "Switch | None"
+        setattr(cls, name, None)
+    return cls
+
+
 @dataclass(frozen=True)
+@_with_switches
 class PassConfig:
     """Settings of the passes.  Immutable; every field but `debug_dir` is part of Inductor's cache key.
 
-    A switch left at None follows `level`; one that is set wins over it.  Unknown names and values raise ValueError and
-    list the known ones.
+    Beside the fields below there is a switch for each fusion, by its name (`python -m fusion_passes list`): "on", "off"
+    or "required".  One left at None follows `level`; one that is set wins over it.  Unknown names and values raise
+    ValueError and list the known ones.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            level: Level | str | int = Level.O2,
+            in_place_writes: bool | str = True,
+            profitability: Profitability | str = Profitability.MEASURED,
+            custom_ops: Mapping[str, bool | str] | Iterable[tuple[str, bool | str]] | str = (),
+            extra_fusions: Iterable[Rule[Any]] = (),
+            debug_dir: str | os.PathLike[str] | None = None,
+            **switches: Switch | str | bool | None,
+        ) -> None: ...
 
     level: Level = Level.O2
     """`Level.O0` (nothing), `O1` (bit-exact rewrites only), `O2` (all that is profitable); also as a string or
     number."""
-
-    attention_quant: Switch | None = None
-    """Attention followed by FP8 quantisation: the attention kernel writes FP8."""
-
-    query_quant: Switch | None = None
-    """An attention's query that an op quantises: in plain torch, which Inductor fuses with what comes before."""
-
-    rope_quant_kv_write: Switch | None = None
-    """RoPE of query and key, quantisation, and the KV cache's write: one kernel."""
 
     in_place_writes: bool = True
     """Reads of a KV cache, or of anything that an op writes to, come before the writes that follow them in the program,
@@ -179,7 +193,7 @@ class PassConfig:
         return "\n".join(lines)
 
 
-SWITCHES = tuple(f.name for f in dataclasses.fields(PassConfig) if "Switch" in str(f.type))
+SWITCHES = fusions.NAMES
 """Names of the built-in fusions' switches."""
 
 VARIABLES = {

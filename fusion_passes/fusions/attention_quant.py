@@ -161,6 +161,7 @@ class AttentionQuant(Rule[OutputQuantMatch]):
     name = "attention_quant"
     anchor = "attention"
     summary = "attention + FP8 output quantisation: the attention kernel writes FP8"
+    ops = ("attention_quant", "paged_attention", "paged_attention_group_quant")
 
     def pattern(self, idioms: Idioms) -> Iterator[OutputQuantMatch]:
         """Every quantisation whose input is the output of an attention."""

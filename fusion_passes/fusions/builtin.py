@@ -1,13 +1,18 @@
-"""The library's own fusions, in the order in which they are tried.
+"""The rules of the library's own fusions, in the order in which they are tried."""
 
-What opens a graph for others comes first, then the most specific.
-"""
-
+import importlib
 from typing import Any
 
-from fusion_passes.fusions.attention_quant import AttentionQuant
-from fusion_passes.fusions.query_quant import QueryQuant
-from fusion_passes.fusions.rope_quant_kv_write import RopeQuantKVWrite
+from fusion_passes.fusions import NAMES
 from fusion_passes.fusions.rule import Rule
 
-FUSIONS: tuple[Rule[Any], ...] = (QueryQuant(), RopeQuantKVWrite(), AttentionQuant())
+
+def _rule(name: str) -> Rule[Any]:
+    """The rule of this name, from the file of this name."""
+    module = importlib.import_module(f"fusion_passes.fusions.{name}")
+    classes = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, Rule)]
+    (rule,) = (cls for cls in classes if getattr(cls, "name", None) == name and cls.__module__ == module.__name__)
+    return rule()
+
+
+FUSIONS: tuple[Rule[Any], ...] = tuple(_rule(name) for name in NAMES)

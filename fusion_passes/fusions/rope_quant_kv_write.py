@@ -133,6 +133,7 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
     name = "rope_quant_kv_write"
     anchor = "rope"
     summary = "RoPE + FP8 quantisation of query, key and value + the KV cache's write: one kernel"
+    ops = ("rope_quant_kv_write",)
 
     def pattern(self, idioms: Idioms) -> Iterator[RopeWriteMatch]:
         """Every write of rotated keys for which there is a rotated query; the nearest in the graph is taken."""

@@ -58,10 +58,13 @@ class Rule(ABC, Generic[M]):
     """A fusion: `pattern` → `replacement`, where `legality` and `profitability` allow it."""
 
     name: ClassVar[str]
-    """Name of the switch in `PassConfig`, of the op, of the test and of the benchmark."""
+    """Name of the switch in `PassConfig`, of the file, of the test and of the benchmark."""
     summary: ClassVar[str]
     """One line for `python -m fusion_passes list`."""
     level: ClassVar[Level] = Level.O2
+    ops: ClassVar[tuple[str, ...]] = ()
+    """Names of the library's ops that it puts into a graph, for `list`, `doctor` and the docs; () where it leaves the
+    work to Inductor."""
     anchor: ClassVar[str] = ""
     """The idiom whose near misses are told even where the rule found other places: "attention"."""
 

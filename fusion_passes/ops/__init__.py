@@ -1,8 +1,12 @@
 """Custom operators that the fusions put into a graph: `torch.ops.fusion_passes.*`.
 
-Each has a schema, an exact fake implementation, its reference as CPU implementation, and a CUDA implementation that
-imports its kernel on the first call. Importing this package registers them and needs neither Triton nor a GPU.
+Each is declared once (`declare`): arguments, fake, CPU implementation, which is its reference, and a CUDA
+implementation that imports its kernel on the first call.  Importing this package registers the ops of every file in it,
+and needs neither Triton nor a GPU.
 """
+
+import importlib
+import pkgutil
 
 from fusion_passes.ops.attention_quant import attention_quant
 from fusion_passes.ops.kv_cache_write import kv_cache_write
@@ -20,3 +24,6 @@ __all__ = [
     "quantize_fp8_dynamic",
     "rope_quant_kv_write",
 ]
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

@@ -17,16 +17,10 @@ from torch import Tensor
 
 from fusion_passes import reference
 from fusion_passes.graph.symbolic import known
-from fusion_passes.ops.support import (
-    Capability,
-    device_capability,
-    kernel_module,
-    launched,
-    say_slow,
-    taking,
-    triton_version,
-)
-from fusion_passes.quant import dtype_name, saturate
+from fusion_passes.ops.declare import Arguments, declare
+from fusion_passes.ops.kernel import Kernel, names
+from fusion_passes.ops.support import Capability, kernel_module, launched, say_slow
+from fusion_passes.quant import saturate
 
 OP = "attention_quant"
 LAYOUTS = ("bshd", "bhsd")
@@ -41,8 +35,29 @@ SDPA_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionQuantArguments:
-    """A call of the op, in the order of its schema: what the fields mean, `attention_quant` says."""
+class AttentionQuantArguments(Arguments):
+    """Attention with FP8 output: `saturate(attention(query, key, value) / (output_scale * output_scale_factor))`.
+
+    query: [batch, heads, q_len, head_dim]; key, value: [batch, kv_heads, kv_len, head_dim]; any floating-point dtype
+    and strides. On CUDA a kernel takes bf16 and fp16, the head sizes in `KERNELS`, and a contiguous last dimension.
+    attn_mask, is_causal, scale: as in `fusion_passes.reference.attention`; a mask is broadcast, never materialised.
+    output_scale: fp32, one element, on query's device; read on the device in each call, so that a change in place is
+    followed, under CUDA graphs too. None: 1.
+    output_scale_inverse: the product of scales multiplies the output, instead of dividing it.
+
+    Returns FP8 codes [batch, heads, q_len, head_dim]. Their memory is [batch, q_len, heads, head_dim] for layout
+    "bshd", what the projection after the attention reads, or in the order of the shape for "bhsd".
+
+    The attention value goes to FP8 from fp32: it is not rounded to query's dtype first, as separate operators would.
+    Overflow saturates, NaN stays NaN. There is no gradient.
+
+    Where no kernel takes the tensors as they lie, it takes copies with a contiguous last dimension; where none takes
+    these either, for their dtype, their head size or the GPU, `scaled_dot_product_attention` runs, and its output is
+    quantised in plain torch, rounded as separate operators do. The logger `fusion_passes.ops.attention_quant` warns of
+    either, once for each reason.
+
+    Raises ValueError or TypeError for arguments without a meaning.
+    """
 
     query: Tensor
     key: Tensor
@@ -142,20 +157,27 @@ class AttentionQuantArguments:
         return dataclasses.replace(self, query=query, key=key, value=value)
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel and the inputs that it supports. `None` in a field means any."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AttentionKernel(Kernel):
+    """A kernel of the op and the calls that it takes."""
 
-    name: str
-    module: str
     head_dims: tuple[int, ...]
-    capability: tuple[Capability, Capability]  # first and last supported
-    triton: tuple[tuple[int, int], tuple[int, int] | None]  # first supported version, first unsupported one
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     masks: bool = True
     cross_lengths: bool = True  # q_len may differ from kv_len
     stride_bytes: int | None = None  # every stride but the last is a multiple; so is the address, checked on a call
     positive_scale: bool = False
+
+    @property
+    def limits(self) -> dict[str, str]:
+        """In words, by what they are about."""
+        return super().limits | {
+            "inputs": f"{names(self.dtypes)}, head size {', '.join(map(str, self.head_dims))}",
+            "output": names(OUTPUT_DTYPES),
+            "mask": "bool or float, broadcast; causal" if self.masks else "causal, but no tensor",
+            "lengths": "any" if self.cross_lengths else "as many queries as keys",
+            "strides": "last is 1" + (f", others multiples of {self.stride_bytes} bytes" if self.stride_bytes else ""),
+        }
 
     def unsupported(self, a: AttentionQuantArguments, capability: Capability | None = None) -> str | None:
         """Why this kernel cannot take a call, as a sentence, or None if it can. Real or fake tensors.
@@ -167,7 +189,7 @@ class Kernel:
         if not any(known(head_dim == d) for d in self.head_dims):
             return f"{self.name} has no head size {head_dim}, only {', '.join(map(str, self.head_dims))}"
         if query.dtype not in self.dtypes:
-            return f"{self.name} takes {_names(self.dtypes)} inputs, not {_names((query.dtype,))}"
+            return f"{self.name} takes {names(self.dtypes, ' or ')} inputs, not {names((query.dtype,))}"
         if a.attn_mask is not None and not self.masks:
             return f"{self.name} takes no attention mask"
         if not self.cross_lengths and not known(query.shape[2] == key.shape[2]):
@@ -182,26 +204,12 @@ class Kernel:
                 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
                     if not known(size == 1) and not known(stride % unit == 0):
                         return f"{label} has a stride of {stride} elements; {self.name} needs multiples of {unit}"
-        first, last = self.capability
-        capability = capability or device_capability(query.device)
-        if capability is None or not first <= capability <= last:
-            span = f"{_version(first)}" if first == last else f"{_version(first)} or later"
-            found = f"{query.device.type} without one" if capability is None else _version(capability)
-            return f"{self.name} needs an NVIDIA GPU of compute capability {span}, found {found}"
-        installed, (least, below) = triton_version(), self.triton
-        if installed is None or installed < least or (below is not None and installed >= below):
-            span = (
-                f"{_version(least)} or later" if below is None else f"from {_version(least)}, before {_version(below)}"
-            )
-            return f"{self.name} needs Triton {span}, found {_version(installed) if installed else 'none'}"
-        return None
+        return self.why_not_on(query.device, capability)
 
-
-NEWEST = (99, 9)
 
 # In order of preference.
 KERNELS = (
-    Kernel(
+    AttentionKernel(
         name="the Hopper attention kernel",
         module="fusion_passes.kernels.attention_quant_sm90",
         head_dims=(64, 128, 256),
@@ -212,17 +220,16 @@ KERNELS = (
         stride_bytes=ALIGNMENT,  # TMA
         positive_scale=True,
     ),
-    Kernel(
+    AttentionKernel(
         name="the portable attention kernel",
         module="fusion_passes.kernels.attention_quant",
         head_dims=(64, 80, 96, 128, 192, 256),
-        capability=((8, 9), NEWEST),  # the first with FP8 conversions
         triton=((3, 2), None),
     ),
 )
 
 
-def choose(a: AttentionQuantArguments, capability: Capability | None = None) -> Kernel | None:
+def choose(a: AttentionQuantArguments, capability: Capability | None = None) -> AttentionKernel | None:
     """The first of `KERNELS` that supports a call, or None. Arguments as in `Kernel.unsupported`.
 
     On fake tensors this is the kernel of the worst case: the sizes of a call may allow a better one.
@@ -244,14 +251,6 @@ def why_unsupported(a: AttentionQuantArguments, capability: Capability | None = 
     return why
 
 
-def _version(pair: tuple[int, int]) -> str:
-    return f"{pair[0]}.{pair[1]}"
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(map(dtype_name, dtypes))
-
-
 def empty_output(query: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
     """An output of query's shape whose memory is as `layout` says."""
     batch, heads, q_len, head_dim = query.shape
@@ -267,14 +266,7 @@ def _fake(a: AttentionQuantArguments) -> Tensor:
 
 def _cpu(a: AttentionQuantArguments) -> Tensor:
     a.validate()
-    out = reference.attention_quant(
-        *(a.query, a.key, a.value, a.attn_mask, a.output_scale),
-        is_causal=a.is_causal,
-        scale=a.scale,
-        output_scale_factor=a.output_scale_factor,
-        output_scale_inverse=a.output_scale_inverse,
-        dtype=a.dtype,
-    )
+    out = reference.attention_quant(**a.by_name(without=("layout",)))
     return a.empty().copy_(out)
 
 
@@ -283,19 +275,18 @@ def _cuda(a: AttentionQuantArguments) -> Tensor:
     out = a.empty()
     if out.numel() == 0:
         return out
-    with torch.cuda.device(a.query.device):
-        for way in ways:
-            if (why := _launched(way, a, out)) is None:
-                return out
-            say_slow(OP, f"runs without {way.kernel.name}", why, NEWER)
-        return out.copy_(plain(a))
+    for way in ways:
+        if (why := _launched(way, a, out)) is None:
+            return out
+        say_slow(OP, f"runs without {way.kernel.name}", why, NEWER)
+    return out.copy_(plain(a))
 
 
 @dataclass(frozen=True)
 class _Way:
     """How a call can run: by this kernel; packed: on copies that it takes."""
 
-    kernel: Kernel
+    kernel: AttentionKernel
     module: ModuleType
     packed: bool = False
 
@@ -305,15 +296,10 @@ def _launched(way: _Way, a: AttentionQuantArguments, out: Tensor) -> str | None:
     a = a.packed() if way.packed else a
     query = a.query
     mask = None if a.attn_mask is None else a.attn_mask.dtype
+    scale = query.shape[-1] ** -0.5 if a.scale is None else a.scale
     return launched(
         lambda: (way.kernel.name, query.device, query.dtype, a.dtype, query.shape[-1], mask, a.is_causal),
-        lambda: way.module.launch(
-            *(out, query, a.key, a.value, a.attn_mask, a.output_scale),
-            is_causal=a.is_causal,
-            scale=query.shape[-1] ** -0.5 if a.scale is None else a.scale,
-            output_scale_factor=a.output_scale_factor,
-            output_scale_inverse=a.output_scale_inverse,
-        ),
+        lambda: way.module.launch(out, **a.by_name(without=("dtype", "layout"), scale=scale)),
     )
 
 
@@ -375,7 +361,7 @@ def _find_ways(a: AttentionQuantArguments) -> tuple[_Way, ...]:
     return ways
 
 
-def _kernels_for(a: AttentionQuantArguments) -> tuple[tuple[_Way, ...], dict[Kernel, tuple[str, str]]]:
+def _kernels_for(a: AttentionQuantArguments) -> tuple[tuple[_Way, ...], dict[AttentionKernel, tuple[str, str]]]:
     """The kernels that take these tensors and can be imported, best first; and for each other why it does not, and what
     to do about it, or "" where a fake tensor has told as much."""
     ways: list[_Way] = []
@@ -406,64 +392,12 @@ def _packed(x: Tensor) -> Tensor:
     return once.contiguous().expand(x.shape)
 
 
-_library = torch.library.Library("fusion_passes", "FRAGMENT")
-_library.define(
-    "attention_quant(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? output_scale, *, "
-    "bool is_causal=False, float? scale=None, float output_scale_factor=1.0, bool output_scale_inverse=False, "
-    'ScalarType dtype, str layout="bshd") -> Tensor',
-    # The kernels' limits are asked of the strides in the graph, so those must be the strides of the call.
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+attention_quant = declare(
+    OP,
+    AttentionQuantArguments,
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
+    given=("attn_mask", "output_scale"),
+    kernels=KERNELS,
 )
-
-
-_library.impl("attention_quant", taking(AttentionQuantArguments, _cpu), "CPU")
-_library.impl("attention_quant", taking(AttentionQuantArguments, _cuda), "CUDA")
-torch.library.register_fake("fusion_passes::attention_quant", taking(AttentionQuantArguments, _fake), lib=_library)
-
-
-def attention_quant(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    output_scale: Tensor | None = None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    output_scale_factor: float = 1.0,
-    output_scale_inverse: bool = False,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    layout: str = "bshd",
-) -> Tensor:
-    """Attention with FP8 output: `saturate(attention(query, key, value) / (output_scale * output_scale_factor))`.
-
-    query: [batch, heads, q_len, head_dim]; key, value: [batch, kv_heads, kv_len, head_dim]; any floating-point dtype
-    and strides. On CUDA a kernel takes bf16 and fp16, the head sizes in `KERNELS`, and a contiguous last dimension.
-    attn_mask, is_causal, scale: as in `fusion_passes.reference.attention`; a mask is broadcast, never materialised.
-    output_scale: fp32, one element, on query's device; read on the device in each call, so that a change in place is
-    followed, under CUDA graphs too. None: 1.
-    output_scale_inverse: the product of scales multiplies the output, instead of dividing it.
-
-    Returns FP8 codes [batch, heads, q_len, head_dim]. Their memory is [batch, q_len, heads, head_dim] for layout
-    "bshd", what the projection after the attention reads, or in the order of the shape for "bhsd".
-
-    The attention value goes to FP8 from fp32: it is not rounded to query's dtype first, as separate operators would.
-    Overflow saturates, NaN stays NaN. There is no gradient.
-
-    Where no kernel takes the tensors as they lie, it takes copies with a contiguous last dimension; where none takes
-    these either, for their dtype, their head size or the GPU, `scaled_dot_product_attention` runs, and its output is
-    quantised in plain torch, rounded as separate operators do. The logger `fusion_passes.ops.attention_quant` warns of
-    either, once for each reason.
-
-    Raises ValueError or TypeError for arguments without a meaning.
-    """
-    out: Tensor = torch.ops.fusion_passes.attention_quant(
-        *(query, key, value, attn_mask, output_scale),
-        is_causal=is_causal,
-        scale=scale,
-        output_scale_factor=output_scale_factor,
-        output_scale_inverse=output_scale_inverse,
-        dtype=dtype,
-        layout=layout,
-    )
-    return out

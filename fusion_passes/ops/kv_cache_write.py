@@ -14,19 +14,25 @@ from torch import Tensor
 from fusion_passes import reference
 from fusion_passes.graph.symbolic import known
 from fusion_passes.ops import kv_cache
-from fusion_passes.ops.support import (
-    device_capability,
-    kernel_module,
-    launched,
-    on_its_device,
-    say_slow,
-    taking,
-    triton_version,
-)
+from fusion_passes.ops.declare import Arguments, declare
+from fusion_passes.ops.kernel import Kernel, names
+from fusion_passes.ops.support import say_slow
 from fusion_passes.quant import FP8_DTYPES, dtype_name
 
 KERNEL_DTYPES = (*kv_cache.HIGH_PRECISION_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 ADVICE = "use a GPU, a Triton and dtypes that the kernel has (python -m fusion_passes doctor tells)"
+KERNEL = Kernel(
+    name="the RoPE and cache kernel",
+    module="fusion_passes.kernels.rope_quant_kv_write",
+    takes={
+        "for": "RoPE and write, or the write alone",
+        "query": names(kv_cache.HIGH_PRECISION_DTYPES),
+        "cache": names(KERNEL_DTYPES),
+        "head size": "any even",
+        "page size": "any",
+        "output": "codes, or the query in a dtype of its own",
+    },
+)
 
 
 def validate(
@@ -75,10 +81,21 @@ def validate(
 
 
 @dataclass(frozen=True, eq=False)
-class KVCacheWriteArguments:
-    """A call of the op, in the order of its schema: what the fields mean, ``kv_cache_write`` says.
+class KVCacheWriteArguments(Arguments):
+    """Write the key and value of each token into its slot of the caches, in place.
 
-    Raises ValueError, or TypeError for a dtype, if the call cannot mean anything.
+    key, value: [tokens, kv_heads, head_dim], any strides; in the caches' dtype, or high precision for an FP8 cache.
+    key_cache, value_cache: [pages, kv_heads, page_size, head_dim], any memory order with head_dim innermost; bf16,
+    fp16, fp32 or FP8. An FP8 cache gets ``saturate(key / k_scale)``, or the key's codes as they are if key is FP8.
+    slot_mapping: int32 or int64 [tokens], ``page * page_size + offset``; a token with a negative slot is skipped. Two
+    tokens in one slot: one of them stays, whichever.
+    k_scale, v_scale: fp32, one element, read on the device in each call; None: 1.
+
+    On a GPU the kernel's division is a quick one: where a number lies next to the border between two codes, hardly once
+    in 10000, the code may be one step from the CPU's and plain torch's.
+
+    Raises ValueError or TypeError for arguments without a meaning. A slot outside the cache is an IndexError on the
+    CPU, and on a GPU with FUSION_PASSES_CHECK=1; otherwise its token is skipped.
     """
 
     key: Tensor
@@ -90,15 +107,7 @@ class KVCacheWriteArguments:
     v_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        validate(*self.tensors)
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """All of them, in order."""
-        return (
-            *(self.key, self.value, self.key_cache, self.value_cache, self.slot_mapping),
-            *(self.k_scale, self.v_scale),
-        )
+        validate(**self.by_name())
 
     def check_values(self) -> None:
         """Raise IndexError for a slot outside of the cache. Waits for the device."""
@@ -111,17 +120,18 @@ def _fake(a: KVCacheWriteArguments) -> None:
 
 def _cpu(a: KVCacheWriteArguments) -> None:
     a.check_values()
-    reference.kv_cache_write(*a.tensors)
+    reference.kv_cache_write(**a.by_name())
 
 
 def _cuda(a: KVCacheWriteArguments) -> None:
     if kv_cache.values_are_checked(a.key_cache.device):
         a.check_values()
-    dtypes = a.key.dtype, a.key_cache.dtype
-    why = run_kernel(a.key_cache, dtypes, lambda kernels: kernels.launch_write(*a.tensors))
+    why = run_kernel(
+        *(a.key_cache, (a.key.dtype, a.key_cache.dtype)), lambda kernels: kernels.launch_write(**a.by_name())
+    )
     if why is not None:
         say_slow("kv_cache_write", "writes in plain torch", why, ADVICE)
-        scatter(*a.tensors)
+        scatter(**a.by_name())
 
 
 def run_kernel(
@@ -130,14 +140,8 @@ def run_kernel(
     """`launch(module)` of the Triton kernel: None where it ran, or why it does not run here with these dtypes.
 
     variant: what the kernel is compiled for, beside that and the shape of the cache."""
-    if (why := _why_no_kernel(key_cache.device, *dtypes)) is not None:
-        return why
-    module = kernel_module("fusion_passes.kernels.rope_quant_kv_write")
-    if isinstance(module, str):
-        return module
-    return launched(
-        lambda: ("kv_write", key_cache.device, dtypes, key_cache.shape[1:], *variant), lambda: launch(module)
-    )
+    why = _why_no_kernel(key_cache.device, *dtypes)
+    return why or KERNEL.run(launch, key_cache.device, dtypes, key_cache.shape[1:], *variant)
 
 
 @functools.cache
@@ -152,10 +156,7 @@ def why_no_kernel(device: torch.device, *dtypes: torch.dtype) -> str | None:
     for dtype in dtypes:
         if dtype not in KERNEL_DTYPES:
             return f"the kernel has no {dtype_name(dtype)}"
-    capability = device_capability(device)
-    if capability is None or capability < (8, 9):
-        return "the kernel needs an NVIDIA GPU of compute capability 8.9 or later, for FP8"
-    return None if triton_version() is not None else "the kernel needs Triton"
+    return KERNEL.why_not_on(device)
 
 
 def scatter(
@@ -188,40 +189,13 @@ def scatter(
         by_slot.index_put_((page, offset), torch.where(some, codes[source], by_slot[page, offset]))
 
 
-_library = torch.library.Library("fusion_passes", "FRAGMENT")
-_library.define(
-    "kv_cache_write(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
-    "Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
-    # A cache is written where it lies: a copy with other strides would be another cache.
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+kv_cache_write = declare(
+    "kv_cache_write",
+    KVCacheWriteArguments,
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
+    returns=None,
+    writes=("key_cache", "value_cache"),
+    kernels=(KERNEL,),
 )
-_library.impl("kv_cache_write", taking(KVCacheWriteArguments, _cpu), "CPU")
-_library.impl("kv_cache_write", on_its_device(taking(KVCacheWriteArguments, _cuda)), "CUDA")
-torch.library.register_fake("fusion_passes::kv_cache_write", taking(KVCacheWriteArguments, _fake), lib=_library)
-
-
-def kv_cache_write(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    """Write the key and value of each token into its slot of the caches, in place.
-
-    key, value: [tokens, kv_heads, head_dim], any strides; in the caches' dtype, or high precision for an FP8 cache.
-    key_cache, value_cache: [pages, kv_heads, page_size, head_dim], any memory order with head_dim innermost; bf16,
-    fp16, fp32 or FP8. An FP8 cache gets ``saturate(key / k_scale)``, or the key's codes as they are if key is FP8.
-    slot_mapping: int32 or int64 [tokens], ``page * page_size + offset``; a token with a negative slot is skipped. Two
-    tokens in one slot: one of them stays, whichever.
-    k_scale, v_scale: fp32, one element, read on the device in each call; None: 1.
-
-    On a GPU the kernel's division is a quick one: where a number lies next to the border between two codes, hardly once
-    in 10000, the code may be one step from the CPU's and plain torch's.
-
-    Raises ValueError or TypeError for arguments without a meaning. A slot outside the cache is an IndexError on the
-    CPU, and on a GPU with FUSION_PASSES_CHECK=1; otherwise its token is skipped.
-    """
-    torch.ops.fusion_passes.kv_cache_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)

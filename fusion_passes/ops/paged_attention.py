@@ -5,8 +5,9 @@ pages and scales stay on the device, so that a captured CUDA graph serves other 
 reference.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import SymInt, Tensor
@@ -14,6 +15,8 @@ from torch import SymInt, Tensor
 from fusion_passes import reference
 from fusion_passes.graph.symbolic import known
 from fusion_passes.ops import kv_cache, support
+from fusion_passes.ops.declare import Arguments, declare
+from fusion_passes.ops.kernel import Kernel, names
 from fusion_passes.quant import FP8_DTYPES, SMALLEST_SCALE, QuantSpec, check_lower_bound, choose_scale, quantize
 
 IMPLEMENTATIONS = ("auto", "triton", "gather")
@@ -26,17 +29,46 @@ ROW_BYTES = 16
 GATHER_BYTES = 1 << 28
 """What ``gather`` aims to use for the keys, values and scores of the sequences that it takes at a time."""
 
-Result = Tensor | tuple[Tensor, Tensor]
+_TAKES = {
+    "query": names(KERNEL_DTYPES),
+    "cache": names(KERNEL_DTYPES),
+    "head size": ", ".join(map(str, KERNEL_HEAD_DIMS)),
+    "page size": "any",
+    "output": "bfloat16/float16, FP8 per tensor or group",
+}
+DECODE = Kernel(
+    name="the paged decode kernel",
+    module="fusion_passes.kernels.paged_decode",
+    takes={"for": "sequences with 1 to 16 new tokens"} | _TAKES,
+)
+HOPPER_PREFILL = Kernel(
+    name="the Hopper paged prefill kernel",
+    module="fusion_passes.kernels.paged_prefill_sm90",
+    capability=((9, 0), (9, 0)),
+    triton=((3, 6), (3, 8)),  # Gluon, as in `attention_quant`
+    takes={
+        "for": "more new tokens; what it does not take the portable one does",
+        "query": "of the cache's dtype, or quantised first",
+        "cache": names(KERNEL_DTYPES),
+        "head size": "64, 128, 256 (FP8: 64, 128)",
+        "page size": "any with pages that fill tiles",
+        "output": "bfloat16/float16, FP8 per tensor or group of a whole head",
+    },
+)
+PREFILL = Kernel(
+    name="the portable paged prefill kernel",
+    module="fusion_passes.kernels.paged_prefill",
+    takes={"for": "more new tokens"} | _TAKES,
+)
+KERNELS = (DECODE, HOPPER_PREFILL, PREFILL)
+
+Result = TypeVar("Result", bound=Tensor | tuple[Tensor, Tensor])
 """The output of ``paged_attention``, or codes and scales of ``paged_attention_group_quant``."""
 
 
 @dataclass(frozen=True, eq=False)
-class PagedAttentionArguments:
-    """A call of either op, in the order of its schema: what the fields mean, ``paged_attention`` says.
-
-    group_size: None for ``paged_attention``, which has no scale_lower_bound either. Raises ValueError, or TypeError for
-    a dtype, if the call cannot mean anything.
-    """
+class BatchArguments(Arguments, ABC, Generic[Result]):
+    """What both ops are called with: what the fields mean, ``paged_attention`` says."""
 
     query: Tensor
     key_cache: Tensor
@@ -48,8 +80,6 @@ class PagedAttentionArguments:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     prob_scale: Tensor | None = None
-    output_scale: Tensor | None = None
-    sinks: Tensor | None = None
     _: KW_ONLY
     scale: float
     window: int | None = None
@@ -57,8 +87,6 @@ class PagedAttentionArguments:
     dtype: torch.dtype | None = None
     max_query_len: int | SymInt | None = None
     implementation: str = "auto"
-    group_size: int | None = None
-    scale_lower_bound: float | None = None
 
     def __post_init__(self) -> None:
         kv_cache.validate_cache(self.key_cache, self.value_cache)
@@ -82,6 +110,8 @@ class PagedAttentionArguments:
             **scales,
         )
         self._validate_numbers()
+        if self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {self.implementation!r}")
         self._validate_output()
 
     def _validate_numbers(self) -> None:
@@ -108,44 +138,42 @@ class PagedAttentionArguments:
         if sinks is not None and sinks.dtype not in kv_cache.HIGH_PRECISION_DTYPES:
             raise TypeError(f"sinks must be bfloat16, float16 or float32, got {sinks.dtype}")
 
-    def _validate_output(self) -> None:
-        dtype = self.out_dtype
-        if self.implementation not in IMPLEMENTATIONS:
-            raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {self.implementation!r}")
-        if self.group_size is not None:
-            if dtype not in FP8_DTYPES:
-                raise TypeError(f"dtype must be FP8 for scales per group, got {dtype}")
-            if self.group_size < 1 or known(self.query.shape[2] % self.group_size != 0):
-                raise ValueError(f"group_size must divide head_dim, {self.query.shape[2]}, got {self.group_size}")
-            check_lower_bound(self.scale_lower_bound)
-            return
-        if self.dtype is None and self.query.dtype in FP8_DTYPES:
-            raise TypeError("dtype says what to return; it can only be left out if query is not FP8")
-        if dtype not in (*kv_cache.HIGH_PRECISION_DTYPES, *FP8_DTYPES):
-            raise TypeError(f"dtype must be FP8, bfloat16, float16 or float32, got {dtype}")
-        if self.output_scale is not None and dtype not in FP8_DTYPES:
-            raise ValueError(f"output_scale belongs to FP8 output, not to {dtype}")
-
     @property
+    @abstractmethod
     def out_dtype(self) -> torch.dtype:
         """What ``dtype`` comes to."""
-        return self.dtype or (self.query.dtype if self.group_size is None else torch.float8_e4m3fn)
 
+    @property
+    @abstractmethod
+    def sinks(self) -> Tensor | None:
+        """A field of either."""
+
+    @property
+    def output_scale(self) -> Tensor | None:
+        """A field of ``paged_attention``."""
+        return None
+
+    @property
+    def group_size(self) -> int | None:
+        """A field of ``paged_attention_group_quant``."""
+        return None
+
+    @property
+    def scale_lower_bound(self) -> float | None:
+        """A field of ``paged_attention_group_quant``."""
+        return None
+
+    @abstractmethod
     def empty(self) -> Result:
         """Memory for the result."""
-        out = self.query.new_empty(self.query.shape, dtype=self.out_dtype)
-        if self.group_size is None:
-            return out
-        *outer, head_dim = self.query.shape
-        return out, self.query.new_empty((*outer, head_dim // self.group_size), dtype=torch.float32)
 
+    @abstractmethod
     def rounded(self, out: Tensor) -> Result:
         """The result from the fp32 attention."""
-        if self.group_size is None:
-            return reference.rounded(out, self.output_scale, self.out_dtype)
-        spec = QuantSpec(self.out_dtype, "group", self.group_size, static=False)
-        scales = choose_scale(out, spec, self.scale_lower_bound)
-        return quantize(out, scales, spec.dtype), scales
+
+    @abstractmethod
+    def _validate_output(self) -> None:
+        """Raise ValueError or TypeError for an output without a meaning."""
 
     @property
     def is_empty(self) -> bool:
@@ -160,6 +188,105 @@ class PagedAttentionArguments:
             window=self.window,
             max_query_len=None if self.max_query_len is None else int(self.max_query_len),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class PagedAttentionArguments(BatchArguments[Tensor]):
+    """Causal attention of each sequence's new tokens, its last ones, over all its tokens in the cache.
+
+    query: [tokens, heads, head_dim], the new tokens of all sequences in a row, any strides; bf16, fp16, fp32, or FP8
+    codes with q_scale. A query that is not FP8 but has a q_scale is quantised like the cache first.
+    key_cache, value_cache: [pages, kv_heads, page_size, head_dim], any memory order with head_dim innermost; FP8 codes
+    with k_scale and v_scale, or query's dtype. The new tokens are in it already.
+    block_table: int32 [seqs, max_pages], the pages of each sequence; entries beyond its length are never used.
+    query_start: int32 [seqs + 1], from 0: the tokens of sequence s are query_start[s] to query_start[s + 1] - 1.
+    seq_lens: int32 [seqs], cached and new tokens together. The last query sees all keys, the one before all but one.
+    q_scale, k_scale, v_scale, prob_scale, output_scale: fp32, one element, read on the device in each call; None: 1.
+    prob_scale: if given, ``exp(logit - row maximum)`` goes into the product with V as FP8 codes of the cache's dtype;
+    the sum of the softmax is over the unquantised numbers. The kernels take the maximum of the keys seen so far.
+    sinks: [heads], a logit for each head that takes its share of the softmax and has no value.
+    scale: of the logits. softcap: ``softcap * tanh(logit / softcap)``, after all scales; 0 for none.
+    window: of keys that a query sees, its own among them; None for all.
+    dtype: of the output, query's if None. FP8 output is ``saturate(attention / output_scale)``, from fp32.
+    max_query_len: no sequence has more new tokens. A promise that saves work: 1 when all sequences decode.
+    implementation: on a GPU "triton" for the kernels, NotImplementedError where they cannot; "gather" for plain torch,
+    slow; "auto" for "triton" unless ``why_unsupported`` has a reason, then "gather" and a line in the log. On the
+    CPU all are the reference.
+
+    Returns contiguous [tokens, heads, head_dim]. A token beyond query_start[-1], or of a sequence of length 0, is 0.
+    What is not visible to any query is never multiplied, so stale NaN in unused slots stays there.
+
+    Raises ValueError or TypeError for arguments without a meaning. Lengths that contradict each other, a table too
+    short and pages outside the cache are errors on the CPU, and on a GPU with FUSION_PASSES_CHECK=1; otherwise nothing
+    outside the cache is read, and the result is undefined. There is no gradient.
+    """
+
+    output_scale: Tensor | None = None
+    sinks: Tensor | None = None
+
+    def _validate_output(self) -> None:
+        dtype = self.out_dtype
+        if self.dtype is None and self.query.dtype in FP8_DTYPES:
+            raise TypeError("dtype says what to return; it can only be left out if query is not FP8")
+        if dtype not in (*kv_cache.HIGH_PRECISION_DTYPES, *FP8_DTYPES):
+            raise TypeError(f"dtype must be FP8, bfloat16, float16 or float32, got {dtype}")
+        if self.output_scale is not None and dtype not in FP8_DTYPES:
+            raise ValueError(f"output_scale belongs to FP8 output, not to {dtype}")
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """What ``dtype`` comes to."""
+        return self.dtype or self.query.dtype
+
+    def empty(self) -> Tensor:
+        """Memory for the result."""
+        return self.query.new_empty(self.query.shape, dtype=self.out_dtype)
+
+    def rounded(self, out: Tensor) -> Tensor:
+        """The result from the fp32 attention."""
+        return reference.rounded(out, self.output_scale, self.out_dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class PagedAttentionGroupQuantArguments(BatchArguments[tuple[Tensor, Tensor]]):
+    """``paged_attention`` quantised in groups of a head's columns, with scales chosen from the fp32 attention.
+
+    dtype: FP8, e4m3fn if None. group_size: divides head_dim. scale_lower_bound: as of ``quant.choose_scale``. The rest
+    as in ``paged_attention``.
+
+    Returns codes [tokens, heads, head_dim] and fp32 scales [tokens, heads, head_dim // group_size], both contiguous,
+    as ``quant.choose_scale`` and ``quant.quantize`` make them for ``QuantSpec(dtype, "group", group_size,
+    static=False)``. Where the attention is 0, the scale is the lower bound and the codes are 0, or NaN if that is 0.
+    """
+
+    sinks: Tensor | None = None
+    _: KW_ONLY
+    group_size: int = 128
+    scale_lower_bound: float | None = None
+
+    def _validate_output(self) -> None:
+        if self.out_dtype not in FP8_DTYPES:
+            raise TypeError(f"dtype must be FP8 for scales per group, got {self.out_dtype}")
+        if self.group_size < 1 or known(self.query.shape[2] % self.group_size != 0):
+            raise ValueError(f"group_size must divide head_dim, {self.query.shape[2]}, got {self.group_size}")
+        check_lower_bound(self.scale_lower_bound)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """What ``dtype`` comes to."""
+        return self.dtype or torch.float8_e4m3fn
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        """Memory for codes and scales."""
+        codes = self.query.new_empty(self.query.shape, dtype=self.out_dtype)
+        *outer, head_dim = self.query.shape
+        return codes, self.query.new_empty((*outer, head_dim // self.group_size), dtype=torch.float32)
+
+    def rounded(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales from the fp32 attention."""
+        spec = QuantSpec(self.out_dtype, "group", self.group_size, static=False)
+        scales = choose_scale(out, spec, self.scale_lower_bound)
+        return quantize(out, scales, spec.dtype), scales
 
 
 def _validate_batch(
@@ -185,24 +312,14 @@ def _validate_batch(
         )
 
 
-def _fake(a: PagedAttentionArguments) -> Result:
-    return a.empty()
-
-
-def _cpu(a: PagedAttentionArguments) -> Result:
+def _cpu(a: BatchArguments[Result]) -> Result:
     a.check_values()
-    out = reference.paged_attention(
-        *(a.query, a.key_cache, a.value_cache, a.block_table, a.query_start, a.seq_lens),
-        *(a.q_scale, a.k_scale, a.v_scale, a.prob_scale, None, a.sinks),
-        scale=a.scale,
-        window=a.window,
-        softcap=a.softcap,
-        dtype=torch.float32,
-    )
+    own = ("implementation", "max_query_len", "output_scale", "group_size", "scale_lower_bound")
+    out = reference.paged_attention(**a.by_name(without=own, dtype=torch.float32))
     return a.rounded(out)
 
 
-def _cuda(a: PagedAttentionArguments) -> Result:
+def _cuda(a: BatchArguments[Result]) -> Result:
     if kv_cache.values_are_checked(a.query.device):
         a.check_values()
     if a.implementation == "gather" or a.is_empty:
@@ -219,7 +336,7 @@ def _cuda(a: PagedAttentionArguments) -> Result:
     return gather(a)
 
 
-def why_unsupported(a: PagedAttentionArguments, capability: support.Capability | None = None) -> str | None:
+def why_unsupported(a: BatchArguments[Any], capability: support.Capability | None = None) -> str | None:
     """Why ``implementation="auto"`` gathers the pages of these tensors, or None if the kernels take them.
 
     capability: of a device to ask about, query's own if None.
@@ -246,10 +363,10 @@ def why_unsupported(a: PagedAttentionArguments, capability: support.Capability |
     return None
 
 
-def _kernels(a: PagedAttentionArguments, result: Result) -> str | None:
+def _kernels(a: BatchArguments[Result], result: Result) -> str | None:
     """Fill the result by the kernels: None where they ran, or why they cannot be imported or compiled."""
-    for name in ("paged_decode", "paged_prefill"):
-        module = support.kernel_module(f"fusion_passes.kernels.{name}")
+    for kernel in (DECODE, PREFILL):
+        module = support.kernel_module(kernel.module)
         if isinstance(module, str):
             return module
     dtypes = a.query.dtype, a.key_cache.dtype, a.out_dtype
@@ -259,7 +376,7 @@ def _kernels(a: PagedAttentionArguments, result: Result) -> str | None:
     )
 
 
-def _launch(a: PagedAttentionArguments, result: Result) -> None:
+def _launch(a: BatchArguments[Any], result: Tensor | tuple[Tensor, Tensor]) -> None:
     """Sequences with few new tokens by one kernel, those with many by another, each sorted out on the device."""
     from fusion_passes.kernels import paged_decode, paged_prefill
 
@@ -297,7 +414,7 @@ def _launch(a: PagedAttentionArguments, result: Result) -> None:
         )
 
 
-def gather(a: PagedAttentionArguments) -> Result:
+def gather(a: BatchArguments[Result]) -> Result:
     """The op without a question to the device and without a kernel of ours: plain torch that a CUDA graph can capture.
 
     Some sequences at a time, each with all the keys that its row of the block table can hold and max_query_len queries
@@ -349,148 +466,20 @@ def gather(a: PagedAttentionArguments) -> Result:
     return a.rounded(reference.scaled(out, a.v_scale))
 
 
-_library = torch.library.Library("fusion_passes", "FRAGMENT")
-_BATCH = (
-    "Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor query_start, Tensor seq_lens, "
-    "Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? prob_scale=None, "
+paged_attention = declare(
+    "paged_attention",
+    PagedAttentionArguments,
+    fake=PagedAttentionArguments.empty,
+    cpu=_cpu,
+    cuda=_cuda,
+    kernels=KERNELS,
 )
-_OPTIONS = (
-    "*, float scale, int? window=None, float softcap=0.0, ScalarType? dtype=None, SymInt? max_query_len=None, "
-    'str implementation="auto"'
-)
-
-
-def _arguments(*tensors: Tensor | None, **options: object) -> PagedAttentionArguments:
-    return PagedAttentionArguments(*tensors, **options)  # type: ignore[arg-type]  # the schema has checked them
-
-
-def _group_arguments(*tensors: Tensor | None, group_size: int = 128, **options: object) -> PagedAttentionArguments:
-    batch, sinks = tensors[:10], tensors[10:]
-    return _arguments(*batch, None, *sinks, group_size=group_size, **options)
-
-
-def _register(name: str, schema: str, arguments: Callable[..., PagedAttentionArguments]) -> None:
-    # The caches must be read where they lie.
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    _library.define(f"{name}{schema}", tags=tags)
-    _library.impl(name, support.taking(arguments, _cpu), "CPU")
-    _library.impl(name, support.on_its_device(support.taking(arguments, _cuda)), "CUDA")
-    torch.library.register_fake(f"fusion_passes::{name}", support.taking(arguments, _fake), lib=_library)
-
-
-_register(
-    "paged_attention", f"({_BATCH}Tensor? output_scale=None, Tensor? sinks=None, {_OPTIONS}) -> Tensor", _arguments
-)
-_register(
+paged_attention_group_quant = declare(
     "paged_attention_group_quant",
-    f"({_BATCH}Tensor? sinks=None, {_OPTIONS}, int group_size=128, float? scale_lower_bound=None) -> (Tensor, Tensor)",
-    _group_arguments,
+    PagedAttentionGroupQuantArguments,
+    fake=PagedAttentionGroupQuantArguments.empty,
+    cpu=_cpu,
+    cuda=_cuda,
+    returns=tuple[Tensor, Tensor],
+    kernels=KERNELS,
 )
-
-
-def paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    prob_scale: Tensor | None = None,
-    output_scale: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float = 0.0,
-    dtype: torch.dtype | None = None,
-    max_query_len: int | None = None,
-    implementation: str = "auto",
-) -> Tensor:
-    """Causal attention of each sequence's new tokens, its last ones, over all its tokens in the cache.
-
-    query: [tokens, heads, head_dim], the new tokens of all sequences in a row, any strides; bf16, fp16, fp32, or FP8
-    codes with q_scale. A query that is not FP8 but has a q_scale is quantised like the cache first.
-    key_cache, value_cache: [pages, kv_heads, page_size, head_dim], any memory order with head_dim innermost; FP8 codes
-    with k_scale and v_scale, or query's dtype. The new tokens are in it already.
-    block_table: int32 [seqs, max_pages], the pages of each sequence; entries beyond its length are never used.
-    query_start: int32 [seqs + 1], from 0: the tokens of sequence s are query_start[s] to query_start[s + 1] - 1.
-    seq_lens: int32 [seqs], cached and new tokens together. The last query sees all keys, the one before all but one.
-    q_scale, k_scale, v_scale, prob_scale, output_scale: fp32, one element, read on the device in each call; None: 1.
-    prob_scale: if given, ``exp(logit - row maximum)`` goes into the product with V as FP8 codes of the cache's dtype;
-    the sum of the softmax is over the unquantised numbers. The kernels take the maximum of the keys seen so far.
-    sinks: [heads], a logit for each head that takes its share of the softmax and has no value.
-    scale: of the logits. softcap: ``softcap * tanh(logit / softcap)``, after all scales; 0 for none.
-    window: of keys that a query sees, its own among them; None for all.
-    dtype: of the output, query's if None. FP8 output is ``saturate(attention / output_scale)``, from fp32.
-    max_query_len: no sequence has more new tokens. A promise that saves work: 1 when all sequences decode.
-    implementation: on a GPU "triton" for the kernels, NotImplementedError where they cannot; "gather" for plain torch,
-    slow; "auto" for "triton" unless ``why_unsupported`` has a reason, then "gather" and a line in the log. On the
-    CPU all are the reference.
-
-    Returns contiguous [tokens, heads, head_dim]. A token beyond query_start[-1], or of a sequence of length 0, is 0.
-    What is not visible to any query is never multiplied, so stale NaN in unused slots stays there.
-
-    Raises ValueError or TypeError for arguments without a meaning. Lengths that contradict each other, a table too
-    short and pages outside the cache are errors on the CPU, and on a GPU with FUSION_PASSES_CHECK=1; otherwise nothing
-    outside the cache is read, and the result is undefined. There is no gradient.
-    """
-    out: Tensor = torch.ops.fusion_passes.paged_attention(
-        *(query, key_cache, value_cache, block_table, query_start, seq_lens),
-        *(q_scale, k_scale, v_scale, prob_scale, output_scale, sinks),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        dtype=dtype,
-        max_query_len=max_query_len,
-        implementation=implementation,
-    )
-    return out
-
-
-def paged_attention_group_quant(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    prob_scale: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float = 0.0,
-    dtype: torch.dtype | None = None,
-    max_query_len: int | None = None,
-    implementation: str = "auto",
-    group_size: int = 128,
-    scale_lower_bound: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``paged_attention`` quantised in groups of a head's columns, with scales chosen from the fp32 attention.
-
-    dtype: FP8, e4m3fn if None. group_size: divides head_dim. scale_lower_bound: as of ``quant.choose_scale``. The rest
-    as in ``paged_attention``.
-
-    Returns codes [tokens, heads, head_dim] and fp32 scales [tokens, heads, head_dim // group_size], both contiguous,
-    as ``quant.choose_scale`` and ``quant.quantize`` make them for ``QuantSpec(dtype, "group", group_size,
-    static=False)``. Where the attention is 0, the scale is the lower bound and the codes are 0, or NaN if that is 0.
-    """
-    codes, scales = torch.ops.fusion_passes.paged_attention_group_quant(
-        *(query, key_cache, value_cache, block_table, query_start, seq_lens),
-        *(q_scale, k_scale, v_scale, prob_scale, sinks),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        dtype=dtype,
-        max_query_len=max_query_len,
-        implementation=implementation,
-        group_size=group_size,
-        scale_lower_bound=scale_lower_bound,
-    )
-    return codes, scales

@@ -13,17 +13,34 @@ from torch import Tensor
 from fusion_passes import reference
 from fusion_passes.graph.symbolic import known
 from fusion_passes.ops import kv_cache
-from fusion_passes.ops.kv_cache_write import ADVICE, run_kernel, scatter
+from fusion_passes.ops.declare import Arguments, declare
+from fusion_passes.ops.kv_cache_write import ADVICE, KERNEL, run_kernel, scatter
 from fusion_passes.ops.kv_cache_write import validate as validate_write
-from fusion_passes.ops.support import on_its_device, say_slow, taking
+from fusion_passes.ops.support import say_slow
 from fusion_passes.quant import FP8_DTYPES, saturate
 
 
 @dataclass(frozen=True, eq=False)
-class RopeQuantKVWriteArguments:
-    """A call of the op, in the order of its schema: what the fields mean, ``rope_quant_kv_write`` says.
+class RopeQuantKVWriteArguments(Arguments):
+    """Rotate query and key, write key and value into their slots of the caches in place, and return the query.
 
-    Raises ValueError, or TypeError for a dtype, if the call cannot mean anything.
+    query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim]; any strides; bf16, fp16 or fp32.
+    cos, sin: [rows, rotary_dim] with one number for each dimension, or [rows, rotary_dim / 2] with one for each pair;
+    bf16, fp16 or fp32.  Row t belongs to token t, or row ``positions[t]`` if positions (int32 or int64 [tokens]) are
+    given; a negative one counts from the end.  A table [max_position, rotary_dim] of cos and sin side by side is
+    given as its two halves.
+    rotary_dim: how many dimensions of each head are turned, from the first; the rest passes.  interleaved: a pair is
+    2 i and 2 i + 1, not i and i + rotary_dim / 2.
+    key_cache, value_cache, slot_mapping, k_scale, v_scale: as in ``kv_cache_write``.
+    q_scale: fp32, one element; the query is ``saturate(query / (q_scale * q_scale_factor))``, or times that if
+    q_scale_inverse.  dtype: of the query that is returned; None: the cache's with a q_scale, else its own.
+
+    Returns [tokens, heads, head_dim], contiguous.  NaN stays NaN; what is too large for FP8 saturates.  On a GPU codes,
+    the query's too, may be one step from the CPU's and plain torch's, as in ``kv_cache_write``.
+
+    Raises ValueError or TypeError for arguments without a meaning.  A slot or position outside of its tensor is an
+    IndexError on the CPU, and on a GPU with FUSION_PASSES_CHECK=1; otherwise the token is not written, and the position
+    is the nearest one.
     """
 
     query: Tensor
@@ -142,17 +159,10 @@ def _cpu(a: RopeQuantKVWriteArguments) -> Tensor:
 def _cuda(a: RopeQuantKVWriteArguments) -> Tensor:
     if kv_cache.values_are_checked(a.key_cache.device):
         a.check_values()
-    out = a.query.new_empty(a.query.shape, dtype=a.out_dtype)
+    out = _fake(a)
     why = run_kernel(
         *(a.key_cache, (a.key.dtype, a.key_cache.dtype, a.out_dtype)),
-        lambda kernels: kernels.launch(
-            *(out, a.query, a.key, a.value, a.cos, a.sin, a.positions, a.key_cache, a.value_cache, a.slot_mapping),
-            *(a.q_scale, a.k_scale, a.v_scale),
-            rotary_dim=a.rotary_dim,
-            interleaved=a.interleaved,
-            q_scale_factor=a.q_scale_factor,
-            q_scale_inverse=a.q_scale_inverse,
-        ),
+        lambda kernels: kernels.launch(out, **a.by_name(without=("dtype",))),
         *(a.rotary_dim, a.interleaved),
     )
     if why is None:
@@ -161,68 +171,12 @@ def _cuda(a: RopeQuantKVWriteArguments) -> Tensor:
     return a.in_plain_torch(scatter)
 
 
-_library = torch.library.Library("fusion_passes", "FRAGMENT")
-_library.define(
-    "rope_quant_kv_write(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor? positions, "
-    "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, Tensor? q_scale=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None, *, int rotary_dim, bool interleaved=False, float q_scale_factor=1.0, "
-    "bool q_scale_inverse=False, ScalarType? dtype=None) -> Tensor",
-    # A cache is written where it lies: a copy with other strides would be another cache.
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+rope_quant_kv_write = declare(
+    "rope_quant_kv_write",
+    RopeQuantKVWriteArguments,
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
+    writes=("key_cache", "value_cache"),
+    kernels=(KERNEL,),
 )
-_library.impl("rope_quant_kv_write", taking(RopeQuantKVWriteArguments, _cpu), "CPU")
-_library.impl("rope_quant_kv_write", on_its_device(taking(RopeQuantKVWriteArguments, _cuda)), "CUDA")
-torch.library.register_fake(
-    "fusion_passes::rope_quant_kv_write", taking(RopeQuantKVWriteArguments, _fake), lib=_library
-)
-
-
-def rope_quant_kv_write(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    rotary_dim: int,
-    interleaved: bool = False,
-    q_scale_factor: float = 1.0,
-    q_scale_inverse: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Rotate query and key, write key and value into their slots of the caches in place, and return the query.
-
-    query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim]; any strides; bf16, fp16 or fp32.
-    cos, sin: [rows, rotary_dim] with one number for each dimension, or [rows, rotary_dim / 2] with one for each pair;
-    bf16, fp16 or fp32.  Row t belongs to token t, or row ``positions[t]`` if positions (int32 or int64 [tokens]) are
-    given; a negative one counts from the end.  A table [max_position, rotary_dim] of cos and sin side by side is
-    given as its two halves.
-    rotary_dim: how many dimensions of each head are turned, from the first; the rest passes.  interleaved: a pair is
-    2 i and 2 i + 1, not i and i + rotary_dim / 2.
-    key_cache, value_cache, slot_mapping, k_scale, v_scale: as in ``kv_cache_write``.
-    q_scale: fp32, one element; the query is ``saturate(query / (q_scale * q_scale_factor))``, or times that if
-    q_scale_inverse.  dtype: of the query that is returned; None: the cache's with a q_scale, else its own.
-
-    Returns [tokens, heads, head_dim], contiguous.  NaN stays NaN; what is too large for FP8 saturates.  On a GPU codes,
-    the query's too, may be one step from the CPU's and plain torch's, as in ``kv_cache_write``.
-
-    Raises ValueError or TypeError for arguments without a meaning.  A slot or position outside of its tensor is an
-    IndexError on the CPU, and on a GPU with FUSION_PASSES_CHECK=1; otherwise the token is not written, and the position
-    is the nearest one.
-    """
-    out: Tensor = torch.ops.fusion_passes.rope_quant_kv_write(
-        *(query, key, value, cos, sin, positions, key_cache, value_cache, slot_mapping, q_scale, k_scale, v_scale),
-        rotary_dim=rotary_dim,
-        interleaved=interleaved,
-        q_scale_factor=q_scale_factor,
-        q_scale_inverse=q_scale_inverse,
-        dtype=dtype,
-    )
-    return out

@@ -19,12 +19,9 @@ import torch
 from fusion_passes.compiler import inductor
 from fusion_passes.compiler.config import ENV_PREFIX, PassConfig
 from fusion_passes.fusions.rule import Rule
-from fusion_passes.ops.attention_quant import NEWEST, OUTPUT_DTYPES, AttentionQuantArguments
-from fusion_passes.ops.kv_cache_write import KERNEL_DTYPES as WRITE_DTYPES
-from fusion_passes.ops.paged_attention import KERNEL_DTYPES as PAGED_DTYPES
-from fusion_passes.ops.paged_attention import KERNEL_HEAD_DIMS as PAGED_HEAD_DIMS
-from fusion_passes.ops.support import Capability, device_capability, triton_version
-from fusion_passes.quant import dtype_name
+from fusion_passes.ops import support
+from fusion_passes.ops.declare import OPS
+from fusion_passes.ops.kernel import Kernel
 
 PACKAGES = ("triton", "transformers", "torchao")
 COMPILERS = ("g++", "clang++", "c++")
@@ -54,116 +51,35 @@ def examine() -> list[Finding]:
     ]
 
 
+INDUCTORS = Kernel(
+    name="Inductor's kernel of what comes before",
+    module="triton",
+    takes={"for": "what the fusion leaves to Inductor, where its input is not an input of the graph"},
+)
+"""Of a fusion without an op."""
+
+
+def kernels_of(rule: Rule[Any]) -> tuple[Kernel, ...]:
+    """The kernels behind a fusion: of the ops that it puts into a graph, each once."""
+    return tuple(dict.fromkeys(kernel for op in rule.ops for kernel in OPS[op])) or (INDUCTORS,)
+
+
 def kernels(rule: Rule[Any]) -> list[tuple[str, str, str]]:
     """For each kernel behind a fusion: its name, what it takes, and why it is not usable on this machine or ""."""
-    try:
-        op = importlib.import_module(f"fusion_passes.ops.{rule.name}")
-    except ModuleNotFoundError:
-        op = None
-    rows = [(kernel.name, _limits(kernel), _why_unusable(kernel)) for kernel in getattr(op, "KERNELS", ())]
-    return rows + [(k.name, _needs(k), _why_unusable_here(k)) for k in OTHER_KERNELS.get(rule.name, ())]
+    return [(kernel.name, _limits(kernel), why_unusable(kernel)) for kernel in kernels_of(rule)]
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    """A kernel whose op chooses by itself.
-
-    takes: tensors, in words. module: None for code that Inductor makes. first, last: compute capabilities that are
-    supported. triton: the first version that it runs with; None: any."""
-
-    name: str
-    takes: str
-    module: str | None
-    first: Capability = (8, 9)  # the first with FP8 conversions
-    last: Capability = NEWEST
-    triton: tuple[int, int] | None = None
+def _limits(kernel: Kernel) -> str:
+    limits = kernel.limits
+    return "; ".join([limits.pop("GPU"), *(f"{about} {limit}" for about, limit in limits.items())])
 
 
-_OVER_A_CACHE = "/".join(map(dtype_name, PAGED_DTYPES)) + ", head size " + ", ".join(map(str, PAGED_HEAD_DIMS))
-_PAGED = (
-    _Kernel(
-        "the paged decode kernel",
-        f"few new tokens of each sequence; {_OVER_A_CACHE}",
-        "fusion_passes.kernels.paged_decode",
-    ),
-    _Kernel(
-        "the Hopper paged prefill kernel",
-        "many new tokens; what it does not take the portable one does",
-        "fusion_passes.kernels.paged_prefill_sm90",
-        (9, 0),
-        (9, 0),
-        (3, 6),
-    ),
-    _Kernel(
-        "the portable paged prefill kernel",
-        f"many new tokens; {_OVER_A_CACHE}",
-        "fusion_passes.kernels.paged_prefill",
-    ),
-)
-OTHER_KERNELS: dict[str, tuple[_Kernel, ...]] = {
-    "attention_quant": _PAGED,
-    "query_quant": (
-        _Kernel("Inductor's kernel of what comes before", "a query that is not an input of the graph", None),
-    ),
-    "rope_quant_kv_write": (
-        _Kernel(
-            "the RoPE and cache kernel",
-            "/".join(map(dtype_name, WRITE_DTYPES)),
-            "fusion_passes.kernels.rope_quant_kv_write",
-        ),
-    ),
-}
-"""By the name of the fusion, beside those in its op's `KERNELS`."""
-
-
-def _needs(kernel: _Kernel) -> str:
-    triton = None if kernel.triton is None else (kernel.triton, None)
-    return f"{_span(kernel.first, kernel.last, triton)}; {kernel.takes}"
-
-
-def _span(first: Capability, last: Capability, triton: tuple[tuple[int, int], tuple[int, int] | None] | None) -> str:
-    card = f"compute capability {first[0]}.{first[1]}" + ("" if first == last else " or later")
-    if triton is None:
-        return f"{card}, Triton"
-    least, below = triton
-    until = " or later" if below is None else f" to below {below[0]}.{below[1]}"
-    return f"{card}, Triton {least[0]}.{least[1]}{until}"
-
-
-def _limits(kernel: Any) -> str:
-    dtypes = "/".join(map(dtype_name, kernel.dtypes))
-    parts = [
-        _span(kernel.capability[0], kernel.capability[1], kernel.triton),
-        f"{dtypes}, head size {', '.join(map(str, kernel.head_dims))}",
-    ]
-    if not kernel.masks:
-        parts.append("no mask tensor")
-    if not kernel.cross_lengths:
-        parts.append("as many queries as keys")
-    return "; ".join(parts)
-
-
-def _why_unusable(kernel: Any) -> str:
-    """Asked with the easiest inputs that the kernel names."""
-    if not torch.cuda.is_available():
-        return "not usable: no NVIDIA GPU is visible"
-    query = torch.empty((1, 1, 1, kernel.head_dims[0]), dtype=kernel.dtypes[0], device="cuda")
-    why = kernel.unsupported(AttentionQuantArguments(query, query, query, dtype=OUTPUT_DTYPES[0]))
-    why = why or _why_no_module(kernel.module)
-    return f"not usable: {why}" if why else ""
-
-
-def _why_unusable_here(kernel: _Kernel) -> str:
+def why_unusable(kernel: Kernel) -> str:
     """Asked of the card and of Triton."""
-    capability, triton = device_capability(torch.device("cuda")), triton_version()
-    if capability is None:
+    cuda = torch.device("cuda")
+    if support.device_capability(cuda) is None:
         return "not usable: no NVIDIA GPU is visible"
-    if not kernel.first <= capability <= kernel.last:
-        why: str | None = f"this GPU has compute capability {capability[0]}.{capability[1]}"
-    elif triton is None or triton < (kernel.triton or triton):
-        why = f"Triton {triton[0]}.{triton[1]} is installed" if triton else "Triton is not installed"
-    else:
-        why = None if kernel.module is None else _why_no_module(kernel.module)
+    why = kernel.why_not_on(cuda) or _why_no_module(kernel.module)
     return f"not usable: {why}" if why else ""
 
 

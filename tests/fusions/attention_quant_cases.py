@@ -11,8 +11,10 @@ import torch.nn.functional as F
 
 from fusion_passes import reference
 from fusion_passes.ops.quantize import quantize_fp8
-from tests.fusions.case import Case
+from tests.fusions.case import STATIC, Case
 
+RULE = "attention_quant"
+FAMILIES = {"": STATIC}
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 SCALE = 0.37

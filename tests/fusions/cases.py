@@ -1,32 +1,33 @@
-"""The cases of every rule.  A new rule gets all tests of this folder from its row here."""
+"""The cases of every rule: a new rule gets all tests of this folder from its file of cases.
+
+Such a file has RULE, the rule's name; CASES; FAMILIES, its kinds of place with the ways to spell the quantisation of
+each; and maybe LARGE: cases of the size of real models, which only a GPU takes in a short time.
+"""
+
+import importlib
+from pathlib import Path
 
 import pytest
 
 from fusion_passes.fusions.builtin import FUSIONS
-from tests.fusions import (
-    attention_quant_cases,
-    paged_attention_quant_cases,
-    query_quant_cases,
-    rope_quant_kv_write_cases,
-)
-from tests.fusions.case import STATIC, Case
+from tests.fusions.case import Case
 
-CASES: dict[str, tuple[Case, ...]] = {
-    "attention_quant": attention_quant_cases.CASES + paged_attention_quant_cases.CASES,
-    "query_quant": query_quant_cases.CASES,
-    "rope_quant_kv_write": rope_quant_kv_write_cases.CASES,
-}
+_FILES = sorted(Path(__file__).parent.glob("*_cases.py"))
+_MODULES = [
+    module for file in _FILES if hasattr(module := importlib.import_module(f"tests.fusions.{file.stem}"), "RULE")
+]
+
+
+def _of(rule: str, name: str) -> tuple:
+    return tuple(item for module in _MODULES if rule == module.RULE for item in getattr(module, name, ()))
+
+
+CASES: dict[str, tuple[Case, ...]] = {rule.name: _of(rule.name, "CASES") for rule in FUSIONS}
 FAMILIES: dict[str, dict[str, frozenset[str]]] = {
-    "attention_quant": {"": STATIC, "paged": STATIC, "groups": frozenset({"plain", "opaque"})},
-    "query_quant": {"": frozenset({"inside", "opaque"})},
-    "rope_quant_kv_write": {"": STATIC},
+    rule.name: {kind: ways for module in _MODULES if rule.name == module.RULE for kind, ways in module.FAMILIES.items()}
+    for rule in FUSIONS
 }
-"""Of each rule, its kinds of place, and the ways to spell the quantisation of each."""
-LARGE: dict[str, tuple[Case, ...]] = {
-    "attention_quant": attention_quant_cases.LARGE,
-    "rope_quant_kv_write": rope_quant_kv_write_cases.LARGE,
-}
-"""Of the size of real models, which only a GPU takes in a short time."""
+LARGE: dict[str, tuple[Case, ...]] = {rule.name: _of(rule.name, "LARGE") for rule in FUSIONS}
 
 
 def each(condition=lambda case: True, cases=CASES):

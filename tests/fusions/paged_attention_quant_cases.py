@@ -28,9 +28,11 @@ from tests.fusions.attention_quant_cases import (
     opaque,
     reciprocal,
 )
-from tests.fusions.case import Case
+from tests.fusions.case import STATIC, Case
 from tests.fusions.paged_cases import E4M3, HEAD_DIM, HEADS
 
+RULE = "attention_quant"
+FAMILIES = {"paged": STATIC, "groups": frozenset({"plain", "opaque"})}
 GROUP = 32
 TINY = torch.finfo(torch.float32).tiny
 

@@ -13,6 +13,8 @@ from tests.fusions.case import Case
 from tests.fusions.paged_cases import E4M3, E5M2, HEAD_DIM, HEADS
 from tests.idioms.test_quantize import torchao_op
 
+RULE = "query_quant"
+FAMILIES = {"": frozenset({"inside", "opaque"})}
 _library = torch.library.Library("fusion_passes_query", "FRAGMENT")
 _library.define("secret(Tensor x, Tensor scale) -> Tensor")
 _library.impl("secret", lambda x, s: (x.float() / s).clamp(-448.0, 448.0).to(E4M3), "CompositeExplicitAutograd")

@@ -583,9 +583,9 @@ ROPE: tuple[Shown, ...] = (
     ("cos is put together from 2 tensors", lambda: step(by_two_tables)),
     ("… (…) is also read by … (auto_functionalized…): fusing would compute it twice", lambda: step(write=write_twice)),
     ("the kernel has no float64", lambda: str(why_no_kernel(torch.device("cpu"), torch.float64))),
-    ("the kernel needs an NVIDIA GPU of compute capability 8.9 or later, for FP8",
+    ("the RoPE and cache kernel needs an NVIDIA GPU of compute capability 8.9 or later, found cpu without one",
      lambda: with_answers(lambda: str(why_no_kernel(torch.device("cpu"), BF16)), device_capability=lambda _: None)),
-    ("the kernel needs Triton",
+    ("the RoPE and cache kernel needs Triton, found none",
      lambda: with_answers(lambda: str(why_no_kernel(torch.device("cpu"), BF16)), triton_version=lambda: None)),
     ("no kernel supports it",
      lambda: with_answers(lambda: attention_verdict(AttentionQuantArguments(*torch.randn(3, 1, 2, 8, 72))).why)),
@@ -600,7 +600,7 @@ ROPE: tuple[Shown, ...] = (
 def with_answers(call, **answers):
     with ExitStack() as stack:
         for question, answer in answers.items():
-            stack.enter_context(mock.patch(f"fusion_passes.ops.kv_cache_write.{question}", answer))
+            stack.enter_context(mock.patch(f"fusion_passes.ops.support.{question}", answer))
         return call()
 
 

@@ -14,7 +14,7 @@ FILES = sorted(
             for name in ("graph/rewrite.py", "graph/match.py", "graph/read.py", "fusions/traced/matcher.py")
         ),
         *(path for folder in ("fusions", "idioms", "measured") for path in (PACKAGE / folder).glob("*.py")),
-        *(PACKAGE / "ops" / name for name in ("attention_quant.py", "kv_cache_write.py")),
+        *(PACKAGE / "ops" / name for name in ("attention_quant.py", "kernel.py", "kv_cache_write.py")),
     ]
 )
 """Where reasons come from.  `ops.paged_attention` says why it gathers, which is no reason of a rule."""

@@ -12,7 +12,7 @@ from fusion_passes.nn import PagedKVCache
 from fusion_passes.ops import kv_cache_write
 from fusion_passes.ops.quantize import quantize_fp8
 from fusion_passes.quant import FP8_DTYPES
-from tests.fusions.case import Case
+from tests.fusions.case import STATIC, Case
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -36,6 +36,9 @@ torch.library.register_fake(
     lambda cache, slots: cache.new_empty(slots.shape[0], cache.shape[1], cache.shape[3]),
     lib=_library,
 )
+
+RULE = "rope_quant_kv_write"
+FAMILIES = {"": STATIC}
 read_back = torch.ops.fusion_passes_rope.read_back
 
 

@@ -24,8 +24,8 @@ class Kernels(backends.Triton):
     @classmethod
     def attend(cls, call):
         scales = (call.q_scale, call.k_scale, call.v_scale, call.prob_scale, call.output_scale, call.sinks)
-        options = call.options | {"dtype": call.dtype, "group_size": call.group_size}
-        return by_kernels(PagedAttentionArguments(*call.batch, *scales, **options))
+        assert call.group_size is None
+        return by_kernels(PagedAttentionArguments(*call.batch, *scales, **call.options, dtype=call.dtype))
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 from fusion_passes.kernels import quantize as kernels
 from fusion_passes.nn import QuantFP8
 from fusion_passes.ops import quantize_fp8 as op
+from fusion_passes.ops.quantize import QuantizeArguments, _cuda
 from fusion_passes.quant import QuantSpec, choose_scale, max_value, quantize
 from fusion_passes.quant import codes as ordered
 
@@ -83,7 +84,7 @@ def test_the_op_on_any_strides(gaps, monkeypatch):
     """`empty_like` keeps the order of dimensions where x has gaps, `contiguous` does not."""
     monkeypatch.setattr(sys.modules[op.__module__], "why_no_kernel", lambda x, dtype: None)
     x, scale = GAPS[gaps](hard(4, 6, 8)), torch.tensor(0.0371, device=DEVICE)
-    out = sys.modules[op.__module__]._quantize_cuda(x, scale, E4M3)
+    out = _cuda(QuantizeArguments(x, scale, E4M3))
     assert out.stride() == torch.empty_like(x).stride()
     same(out, quantize(x, scale, E4M3))
 

@@ -10,7 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fusion_passes import reference
 from fusion_passes.nn import AttentionMetadata, PagedKVCache
 from fusion_passes.ops import paged_attention, paged_attention_group_quant
-from fusion_passes.ops.paged_attention import PagedAttentionArguments, gather, why_unsupported
+from fusion_passes.ops.paged_attention import (
+    PagedAttentionArguments,
+    PagedAttentionGroupQuantArguments,
+    gather,
+    why_unsupported,
+)
 from fusion_passes.quant import QuantSpec, choose_scale, codes, dequantize, quantize
 
 OP = torch.ops.fusion_passes.paged_attention.default
@@ -22,7 +27,8 @@ OUTPUT_SCALE = 0.0043
 
 
 def gathered(*tensors, **options):
-    return gather(PagedAttentionArguments(*tensors, **options))
+    call = PagedAttentionGroupQuantArguments if "group_size" in options else PagedAttentionArguments
+    return gather(call(*tensors, **options))
 
 
 # (new tokens, all tokens): prefill, decode, chunked prefill, padding, one token alone, decode over a page's edge

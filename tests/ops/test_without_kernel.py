@@ -203,7 +203,7 @@ def test_an_error_that_is_not_triton_s_is_an_error(card):
     with pytest.raises(ValueError, match="a fault of ours"):
         attend(*qkv())
     with pytest.raises(ValueError, match="a fault of ours"):
-        QUANTIZE._quantize_cuda(torch.randn(4), torch.tensor(0.1), E4M3)
+        CUDA["quantize"](torch.randn(4), torch.tensor(0.1), E4M3)
 
 
 def test_arguments_without_a_meaning_are_errors_all_the_same(card):
@@ -214,7 +214,7 @@ def test_arguments_without_a_meaning_are_errors_all_the_same(card):
     with pytest.raises(ValueError, match="move it there once"):
         attend(query, key, value, None, torch.ones(1, device="meta"))
     with pytest.raises(ValueError, match="must be one float32 element"):
-        QUANTIZE._quantize_cuda(query, torch.ones(2), E4M3)
+        CUDA["quantize"](query, torch.ones(2), E4M3)
 
 
 def cases(device="cpu"):
@@ -250,8 +250,8 @@ def cases(device="cpu"):
 
 
 CUDA = {
-    "quantize": QUANTIZE._quantize_cuda,
-    "quantize_dynamic": DYNAMIC._quantize_cuda,
+    "quantize": support.taking(QUANTIZE.QuantizeArguments, QUANTIZE._cuda),
+    "quantize_dynamic": support.taking(DYNAMIC.QuantizeDynamicArguments, DYNAMIC._cuda),
     "kv_cache_write": support.taking(WRITE.KVCacheWriteArguments, WRITE._cuda),
     "rope_quant_kv_write": support.taking(ROPE.RopeQuantKVWriteArguments, ROPE._cuda),
     "paged_attention": support.taking(PAGED.PagedAttentionArguments, PAGED._cuda),
