@@ -16,6 +16,7 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.utils import get_code
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import fusion_passes
@@ -53,20 +54,11 @@ def triton_code(fn, *inputs, config: PassConfig) -> str:
         (graph,) = testing.capture(fn, *inputs)
     module = graph.owning_module
     mode = FakeTensorMode()
-    fakes = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            fakes.append(on_cuda(node.meta["val"], mode))
-        if "eager_input_vals" in node.meta:
-            node.meta["eager_input_vals"] = torch.utils._pytree.tree_map_only(
-                torch.Tensor, lambda x: on_cuda(x, mode), node.meta["eager_input_vals"]
-            )
-        node.kwargs = {key: CUDA if isinstance(arg, torch.device) else arg for key, arg in node.kwargs.items()}
+    fakes = moved_to_cuda(graph, mode)
     manager = PostGradPassManager(config, Report())
     with ExitStack() as stack:
         for context in (*_a_card(), testing._without_cuda(), mode, V.set_fake_mode(mode), torch.no_grad()):
             stack.enter_context(context)
-        FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)
         record_original_output_strides(module)
         with inductor_config.patch({HOOK: fusion_passes.compiler.inductor.hook_value([manager])}):
             post_grad_passes(module, True)
@@ -76,6 +68,24 @@ def triton_code(fn, *inputs, config: PassConfig) -> str:
         lowering.run(*fakes)
         code = lowering.codegen()[0]
     return _wrapper(getattr(code, "value", code))
+
+
+def moved_to_cuda(graph: Graph, mode: FakeTensorMode) -> list[FakeTensor]:
+    """Make a graph that was captured on the CPU one of fake CUDA tensors: its inputs."""
+    fakes = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            fakes.append(on_cuda(node.meta["val"], mode))
+        if "eager_input_vals" in node.meta:
+            node.meta["eager_input_vals"] = torch.utils._pytree.tree_map_only(
+                torch.Tensor, lambda x: on_cuda(x, mode), node.meta["eager_input_vals"]
+            )
+        node.kwargs = {key: CUDA if isinstance(arg, torch.device) else arg for key, arg in node.kwargs.items()}
+    with ExitStack() as stack:
+        for context in (*_a_card(), testing._without_cuda(), mode, V.set_fake_mode(mode), torch.no_grad()):
+            stack.enter_context(context)
+        FakeTensorProp(graph.owning_module, mode).propagate_dont_convert_inputs(*fakes)
+    return fakes
 
 
 def on_cuda(x: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:

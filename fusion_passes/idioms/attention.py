@@ -144,7 +144,7 @@ def _bind(node: Node) -> dict[str, object]:
     """The arguments of a call by name, those left out with their defaults."""
     schema = node.target._schema  # type: ignore[union-attr]
     if schema.overload_name:
-        raise Unread(node, f"the overload {schema.overload_name} of {op_name(node)}")
+        raise Unread(node, f"the overload {schema.overload_name} of {op_name(node)} is not read")
     names = [arg.name for arg in schema.arguments]
     if unknown := set(node.kwargs) - set(names):
         raise Unread(node, f"unknown argument {', '.join(sorted(unknown))} of {op_name(node)}")

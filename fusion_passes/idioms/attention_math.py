@@ -387,7 +387,11 @@ class _Math:
             and same_shape(value(output).shape, [batch, heads, q_len, value(v).shape[3]])
         )
         if not fits:
-            raise Unread(self.product, f"looks like attention of {shape_of(q)}, {shape_of(k)} and {shape_of(v)}")
+            raise Unread(
+                self.product,
+                f"looks like attention of {shape_of(q)}, {shape_of(k)} and {shape_of(v)}, which do not fit each other: "
+                "give key and value as many heads",
+            )
 
 
 def _judged_rows(node: Node, passed: set[Node]) -> Node | None:

@@ -7,18 +7,22 @@ import dataclasses
 import math
 import operator
 import re
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 from fusion_passes import PassConfig, PostGradPassManager, Report, TracedRule
+from fusion_passes.graph.match import Match
 from fusion_passes.graph.read import is_tensor, value
-from fusion_passes.graph.rewrite import Insertion
-from fusion_passes.idioms import NearMiss, attention, kv_cache
+from fusion_passes.graph.rewrite import Insertion, check_readers
+from fusion_passes.idioms import NearMiss, attention, kv_cache, quantize
+from fusion_passes.idioms.opaque import OPAQUE, OpaqueOp
 from fusion_passes.idioms.reading import read_all
 from fusion_passes.idioms.rope import SPELLINGS
 from fusion_passes.measured import Measurement, judge
@@ -35,6 +39,7 @@ from tests.fusions import paged_cases as paged
 from tests.fusions.paged_attention_quant_cases import inputs as paged_inputs
 from tests.fusions.test_query_quant import vllm_whole
 from tests.fusions.without_code import FUSE
+from tests.generated_code import moved_to_cuda
 from tests.idioms.test_quantize import torchao_op
 
 _library = torch.library.Library("fusion_passes_reasons", "FRAGMENT")
@@ -44,6 +49,17 @@ torch.library.register_fake(
     "fusion_passes_reasons::own_op", lambda x: torch.empty_like(x, dtype=torch.float8_e4m3fn), lib=_library
 )
 own_op = torch.ops.fusion_passes_reasons.own_op
+_library.define("saturate(Tensor x, Tensor scale, float limit=448.0) -> Tensor")
+_library.impl(
+    "saturate", lambda x, scale, limit=448.0: (x / scale).to(torch.float8_e4m3fn), "CompositeExplicitAutograd"
+)
+torch.library.register_fake(
+    "fusion_passes_reasons::saturate", lambda x, *_: torch.empty_like(x, dtype=torch.float8_e4m3fn), lib=_library
+)
+_ATTEND = "(Tensor query, Tensor key, Tensor value, int window=0) -> (Tensor output, Tensor logsumexp)"
+_library.define(f"attend{_ATTEND}")
+_library.define(f"attend.windowed{_ATTEND}")
+own_attention = torch.ops.fusion_passes_reasons.attend
 aten = torch.ops.aten
 BF16, E4M3, FNUZ = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz
 MEASURED = PassConfig()
@@ -216,6 +232,51 @@ def written_to():
     return judged(graph)
 
 
+def one_head_of_keys(q, k, v, m):
+    """Multi-query keys with values for every head, computed in fp32; [batch * heads, …] in 16 bits nowhere."""
+    q, v = (x.reshape(-1, 24, 16).float() for x in (q, v))
+    k = k.float().expand(2, 4, 24, 16).reshape(-1, 24, 16)
+    probabilities = torch.softmax(torch.bmm(q, k.mT).view(2, 4, 24, 24) * 0.25 + m.float(), -1)
+    return torch.bmm(probabilities.view(-1, 24, 24), v).view(2, 4, 24, 16).to(BF16)
+
+
+def with_argument(of, limit):
+    """What is told of an op that quantises and has an argument that the table does not name."""
+    with mock.patch.dict(OPAQUE, {"fusion_passes_reasons::saturate": OpaqueOp("x", "scale")}):
+        return of(lambda x, s: torch.ops.fusion_passes_reasons.saturate(x, s, limit))
+
+
+def quantised_in_graph(make):
+    """What is told of a graph that torch would not make: make(graph, x of [4, 16], a node that is no tensor)."""
+    graph = Graph()
+    x, unknown = graph.placeholder("x"), graph.placeholder("unknown")
+    x.meta["val"] = torch.empty(4, 16, device="meta")
+    node = make(graph, x, unknown)
+    node.meta["val"] = torch.empty(4, 16, device="meta", dtype=E4M3)
+    return " ".join(found.reason for found in quantize.recognize(graph) if isinstance(found, NearMiss))
+
+
+def scaled_by_unknown(graph, x, unknown):
+    scaled = graph.call_function(aten.mul.Tensor, (x, unknown))
+    scaled.meta["val"] = x.meta["val"]
+    return graph.call_function(torch.ops.prims.convert_element_type.default, (scaled, E4M3))
+
+
+def up_to_unknown(graph, x, unknown):
+    return graph.call_function(
+        torch.ops.quantized_decomposed.quantize_per_tensor.default, (x, 0.1, 0, -448, unknown, E4M3)
+    )
+
+
+def address_refused():
+    """Of a query that begins 2 bytes behind a multiple of 16."""
+    module = sys.modules["fusion_passes.ops.attention_quant"]
+    x = torch.empty(1 + 2 * 128 * 64, dtype=BF16)[1:].view(1, 2, 128, 64)
+    with mock.patch.object(module, "device_capability", lambda _: (9, 0)):
+        _, refusals = module._kernels_for(AttentionQuantArguments(x, x, x))
+    return " ".join(why for why, _ in refusals.values())
+
+
 Shown = tuple[str, Callable[[], str]]
 NAN_BOUND = "clamps to nan, which makes every code NaN"
 BAD_SCALE = "the scale is {}, which float32 does not hold with its reciprocal: keep it between 1.2e-38 and 8.5e+37"
@@ -383,6 +444,21 @@ DENSE: tuple[Shown, ...] = (
     ("the portable attention kernel needs Triton 9.0 or later, found 3.6",
      lambda: str(dataclasses.replace(KERNELS[1], triton=((9, 0), None)).unsupported(
          AttentionQuantArguments(*torch.randn(3, 1, 2, 128, 64, dtype=BF16)), (9, 0)))),
+    ("looks like attention of [2, 4, 24, 16], [2, 1, 24, 16] and [2, 4, 24, 16], which do not fit each other: give key "
+     "and value as many heads",
+     lambda: dense(attend=one_head_of_keys, operands=[qkv()[0], qkv(kv_heads=1)[1], qkv()[2]], more=(mask(),))),
+    ("quantises arg0_1, which is not a high-precision floating-point tensor",
+     lambda: cpu(lambda x: saturate(x / (x.abs().amax(-1, keepdim=True) / 448.0)), torch.randint(1, 9, (4, 32)))),
+    ("quantises arg0_1, which is not a high-precision floating-point tensor",
+     lambda: cuda(lambda x: x.clamp(-1.0, 1.0).float().to(E4M3), torch.randn(4, 8).to(torch.float8_e5m2))),
+    ("the scale, unknown, is not a tensor", lambda: quantised_in_graph(scaled_by_unknown)),
+    ("the range of quantized_decomposed.quantize_per_tensor is not constant",
+     lambda: quantised_in_graph(up_to_unknown)),
+    ("the scale is on cpu and the tensor on cuda:0: make the scale a buffer, so that .to(device) moves it",
+     lambda: cuda(lambda x: saturate(x / torch.rand((), device="cpu")), torch.randn(4, 8))),
+    ("fusion_passes_reasons.saturate is called with limit=100.0, which is not read",
+     lambda: with_argument(lambda op: cpu(op, torch.randn(4, 8), torch.tensor(0.1)), 100.0)),
+    ("the Hopper attention kernel needs addresses that are multiples of 16 bytes", address_refused),
 )  # fmt: skip
 
 # Attention over a KV cache
@@ -405,7 +481,21 @@ def over_cache(quantise, config=FUSE):
     return cpu(fn, *paged_inputs(output=False)(7, "cpu"), config=config)
 
 
+def with_symbolic_scales():
+    """Sequences and their length are not known, and the scales are returned with both dimensions."""
+
+    def fn(x, *batch):
+        groups = paged.attend(x.flatten(0, 1), *batch).view(x.shape).flatten(2).float().unflatten(-1, (-1, 32))
+        scales = groups.abs().amax(-1, keepdim=True) / 448.0
+        return saturate(groups / scales), scales
+
+    q, *batch = paged_inputs(output=False)(8, "cpu")
+    x = q.contiguous().view(2, 4, *q.shape[1:])
+    return cuda(fn, x, *batch, mark_dynamic=((x, 0), (x, 1)))
+
+
 PAGED: tuple[Shown, ...] = (
+    ("several sizes of the scales, [s0, s0], are symbolic", with_symbolic_scales),
     ("the lower bound of the scales is inf; the fused op takes a finite number, 0 or more",
      lambda: grouped(lambda m: (m / 448.0).clamp(min=math.inf))),
     ("the graph multiplies by the reciprocal of scales down to 2.23214e-40, which can be infinite: divide by the "
@@ -546,7 +636,90 @@ def shared_position(x, cos, sin):
     return SPELLINGS["halves"](x, cos[:1], sin[:1])
 
 
+def in_four_dimensions(q, k, v, cos, sin, key_cache, value_cache, slots, scale):
+    """The key alone has a dimension for the batch."""
+    turn, cos, sin = SPELLINGS["halves"], cos[:1], sin[:1]
+    kv_cache_write(turn(k[None], cos, sin)[0], v, key_cache, value_cache, slots, scale, scale)
+    return saturate(turn(q, cos, sin).float() / scale)
+
+
+def turned_as(x, cos, sin, *tokens):
+    """x [8, heads, head_dim], turned with its tokens in two or three dimensions."""
+    first, second = x.view(*tokens, *x.shape[1:]).chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).view(x.shape)
+
+
+def rows_for_some(x, cos, sin):
+    return turned_as(x, *(table[:4].view(1, 2, 2, 1, -1) for table in (cos, sin)), 2, 2, 2)
+
+
+def tokens_in_other_dimensions(x, cos, sin):
+    tokens = (2, 4) if x.shape[1] == HEADS else (4, 2)
+    return turned_as(x, *(table[:1].view(1, 1, 1, -1) for table in (cos, sin)), *tokens)
+
+
+def quarters_exchanged(x, cos, sin):
+    """The first quarter turns by the second part of the tables."""
+    a, b, c, d = x.chunk(4, -1)
+    (cos_b, cos_a), (sin_b, sin_a) = (table[:, None].chunk(2, -1) for table in (cos, sin))
+    return torch.cat((a * cos_a - c * sin_a, b * cos_b - d * sin_b, c * cos_a + a * sin_a, d * cos_b + b * sin_b), -1)
+
+
+def written_again(q, k, v, cos, sin, key_cache, value_cache, slots, scale):
+    """Other keys, before the query is quantised."""
+    turn = SPELLINGS["halves"]
+    kv_cache_write(turn(k, cos, sin), v, key_cache, value_cache, slots, scale, scale)
+    kv_cache_write(k * 2, v * 2, key_cache, value_cache, slots + TOKENS, scale, scale)
+    return saturate(turn(q, cos, sin).float() / scale)
+
+
+def any_heads():
+    """The number of the query's heads is symbolic."""
+
+    def fn(q, k, v, cos, sin, key_cache, value_cache, slots, scale):
+        turn = SPELLINGS["halves"]
+        kv_cache_write(turn(k, cos, sin), v, key_cache, value_cache, slots, scale, scale)
+        return saturate(turn(q, cos, sin).float() / scale)
+
+    q, k, v = (torch.randn(TOKENS, heads, HEAD_DIM).to(BF16) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    torch._dynamo.mark_dynamic(q, 1)
+    caches = (torch.zeros(4, KV_HEADS, 16, HEAD_DIM).to(E4M3) for _ in range(2))
+    tables = torch.randn(2, TOKENS, HEAD_DIM // 2).to(BF16)
+    return cpu(fn, q, k, v, *tables, *caches, torch.arange(TOKENS), torch.tensor(0.1))
+
+
+def heads_first():
+    """On a card on which it was measured; heads lie before tokens in memory."""
+
+    def fn(q, k, v, cos, sin, key_cache, value_cache, slots, scale):
+        def turn(x):
+            first, second = x.chunk(2, -1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+        kv_cache_write(turn(k.transpose(0, 1)).transpose(0, 1), v, key_cache, value_cache, slots, scale, scale)
+        return saturate(turn(q.transpose(0, 1).contiguous()).float() / scale)
+
+    q, k, v = (torch.randn(512, heads, 128).to(BF16) for heads in (32, 8, 8))
+    caches = (torch.zeros(40, 8, 16, 128).to(E4M3) for _ in range(2))
+    tables = torch.randn(2, 1, 512, 64).to(BF16)
+    with torch.no_grad():
+        (graph,) = capture(fn, q, k, v, *tables, *caches, torch.arange(512), torch.tensor(0.1))
+    mode = FakeTensorMode()
+    moved_to_cuda(graph, mode)
+    return judged(graph, MEASURED)
+
+
 ROPE: tuple[Shown, ...] = (
+    ("it is not known which dimension of query and key counts heads", lambda: step(whole=in_four_dimensions)),
+    ("the number of heads of the query is not known", any_heads),
+    ("cos and sin have rows for some of the dimensions of the query's tokens, and one for the others",
+     lambda: step(rows_for_some)),
+    ("query and key have their tokens in other dimensions", lambda: step(tokens_in_other_dimensions)),
+    ("the graph has the query's heads before its tokens in memory: the fused op's result would be copied, which was "
+     "not measured", heads_first),
+    ("the columns of cos are not in the order of the dimensions of x", lambda: step(quarters_exchanged)),
+    ("… (auto_functionalized…) reads an output before … is computed, and what is written in between keeps it there",
+     lambda: step(whole=written_again)),
     ("cos is float64, the op reads it in fp32 at most",
      lambda: step(table=lambda cos, sin: (cos.double(), sin.double()), quantise=lambda q, s: saturate(q / s))),
     ("cos is float32 and sin is bfloat16: make them one dtype",
@@ -676,6 +849,40 @@ def insertion_without_fakes():
     return Insertion(graph, (graph.call_function(aten.sin.default, (x,)),), {}).call(aten.neg.default, x)
 
 
+def needed_for_another_output():
+    """A match of a rule of somebody's own, which torch's graphs have no place for among the built-in ones."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(aten.sin.default, (x,))
+    second = graph.call_function(aten.cos.default, (first,))
+    return check_readers(Match(second, frozenset({first, second}), (first,), side_outputs=(first,)))
+
+
+def refused_shapes(x, y):
+    if x.shape[0] % 2:
+        raise ValueError("an even number of rows, please")
+    return F.silu(x) * y
+
+
+def traced_elsewhere():
+    """`search` refuses the shapes of the place."""
+    examples = tuple(torch.empty(2, 4, 8).unbind())
+    rule = TracedRule(name="own", search=refused_shapes, replace=lambda x, y: x * y, example_inputs=examples)
+    config = PassConfig(extra_fusions=(rule,), profitability="ignore")
+    return cpu(lambda x, y: F.silu(x) * y, *torch.randn(2, 3, 8), config=config)
+
+
+def attention_of_tomorrow(overload="default", *window):
+    """An attention op of a torch to come: with an overload, or an argument that says more."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(2, 4, 24, 16, device="meta")
+    node = graph.call_function(getattr(own_attention, overload), (x, x, x, *window))
+    graph.output(graph.call_function(operator.getitem, (node, 0)))
+    with mock.patch.dict(attention.BACKENDS, {"fusion_passes_reasons::attend": "flash"}):
+        return " ".join(miss.reason for miss in attention.recognize(graph))
+
+
 def attention_node(rank=4, whole=False, **given):
     """What is told of a graph with one fused attention, which torch would not make."""
     graph = Graph()
@@ -707,6 +914,11 @@ def write_node(op=None, twice=False, **given):
 FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized
 
 RULES: tuple[Shown, ...] = (
+    ("the overload windowed of fusion_passes_reasons.attend is not read", lambda: attention_of_tomorrow("windowed")),
+    ("argument window=3 has no place in the attention idiom", lambda: attention_of_tomorrow("default", 3)),
+    ("sin_default (aten.sin.default) is one output and needed for another: the fused op computes all at once",
+     lambda: raised(needed_for_another_output)),
+    ("search cannot be traced on these tensors: ValueError: an even number of rows, please", traced_elsewhere),
     ("query, key and value are not all [batch, heads, length, head_dim]", lambda: attention_node(rank=3)),
     ("is_causal is x, not known while compiling", lambda: attention_node(is_causal="x")),
     ("the scale of the scores is x, not a number", lambda: attention_node(scale="x")),
@@ -789,7 +1001,24 @@ def half_written(x, s):
     return out.view(-1, *x.shape[1:])[: x.shape[0]]
 
 
+def two_written_once():
+    """Only half of the tensor that is the query is written."""
+
+    def fn(x, key, value, table, start, lengths, q):
+        out = torch.empty((2, *x.shape), dtype=E4M3, device=x.device)
+        torch.ops._C.static_scaled_fp8_quant(out[0], x, q)
+        return paged.attend(out.flatten(0, 1), key, value, table, start, lengths, q, q, q, dtype=BF16)
+
+    x = paged.random(7, paged.HEADS, paged.HEAD_DIM, device="cpu")
+    caches = (paged.cache("cpu", E4M3) for _ in range(2))
+    return cuda(fn, x, *caches, *paged.batch(14, "cpu"), torch.tensor(0.1))
+
+
 QUERY: tuple[Shown, ...] = (
+    ("the op writes to a part of a tensor, or to one of another shape", two_written_once),
+    ("the scale is on cpu and the query on cuda:0: make the scale a buffer, so that .to(device) moves it",
+     lambda: query(lambda x, q: torchao(x, torch.full((), 0.1, device="cpu")), on=cuda)),
+    ("the op is called with limit=100.0, which is not read", lambda: with_argument(query, 100.0)),
     ("the scale is bfloat16; make it float32", lambda: query(lambda x, q: torchao(x, q.bfloat16()))),
     ("the scale has shape [64]: not a static per-tensor quantisation",
      lambda: query(lambda x, q, many: torchao(x, many), torch.rand(64))),
@@ -818,45 +1047,3 @@ BASES: dict[str, Callable[[], str]] = {
     "own rule": lambda: own(lambda x, y: x * y),
 }
 """The programs before they are changed: they fuse."""
-NOT_SHOWN = {
-    ("fusions/paged_attention_quant.py", "several sizes of the scales, {}, are symbolic"),
-    ("fusions/query_quant.py", "the op writes to a part of a tensor, or to one of another shape"),
-    (
-        "fusions/query_quant.py",
-        "the scale is on {} and the query on {}: make the scale a buffer, so that .to(device) moves it",
-    ),
-    ("fusions/rope_quant_kv_write.py", "it is not known which dimension of query and key counts heads"),
-    ("fusions/rope_quant_kv_write.py", "the number of heads of the {} is not known"),
-    (
-        "fusions/rope_quant_kv_write.py",
-        "cos and sin have rows for some of the dimensions of the {}'s tokens, and one for the others",
-    ),
-    ("fusions/rope_quant_kv_write.py", "query and key have their tokens in other dimensions"),
-    (
-        "fusions/rope_quant_kv_write.py",
-        "the graph has the query's heads before its tokens in memory: the fused op's result would be copied, which "
-        "was not measured",
-    ),
-    ("idioms/attention.py", "argument {}={} has no place in the attention idiom"),
-    ("idioms/attention.py", "the overload {} of {}"),
-    ("idioms/attention_math.py", "looks like attention of {}, {} and {}"),
-    ("idioms/group_quantize.py", "quantises {}, which is not a high-precision floating-point tensor"),
-    ("idioms/quantize.py", "the scale, {}, is not a tensor"),
-    ("idioms/quantize.py", "{} is called with {}, which is not read"),
-    ("fusions/query_quant.py", "the op is called with {}, which is not read"),
-    ("idioms/quantize.py", "quantises {}, which is not a high-precision floating-point tensor"),
-    (
-        "idioms/quantize.py",
-        "the scale is on {} and the tensor on {}: make the scale a buffer, so that .to(device) moves it",
-    ),
-    ("idioms/quantize.py", "the range of {} is not constant"),
-    ("idioms/rope.py", "the columns of {} are not in the order of the dimensions of x"),
-    ("fusions/traced/matcher.py", "search cannot be traced on these tensors: {}: {}"),
-    ("ops/attention_quant.py", "{} needs addresses that are multiples of {} bytes"),
-    ("graph/rewrite.py", "{} ({}) is one output and needed for another: the fused op computes all at once"),
-    (
-        "graph/rewrite.py",
-        "{} ({}) reads an output before {} is computed, and what is written in between keeps it there",
-    ),
-}
-"""File and text of what has no program yet.  The list must not grow: a new reason comes with its program."""
