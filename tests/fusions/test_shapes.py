@@ -10,7 +10,7 @@ from fusion_passes.ops.attention_quant import KERNELS, AttentionQuantArguments, 
 from fusion_passes.testing import capture_traced, print_graph
 from tests.fusions.accuracy import check, check_layout
 from tests.fusions.cases import FIRST, each, varied
-from tests.fusions.without_code import FUSE, STOCK, WithoutCode
+from tests.fusions.without_code import FUSE, STOCK, WithoutCode, shape_env_of
 
 # Primes, powers of two, multiples of no block; 4, 8 and 64 are also the number of heads, its double, the head size.
 SIZES = (7, 2, 3, 4, 5, 6, 8, 11, 13, 17, 19, 23, 31, 32, 33, 64, 65, 67, 97, 127)
@@ -87,13 +87,6 @@ def test_a_refusal_adds_no_guard(rule, case):
     assert report.count() == 0
     assert print_graph(graph) == before
     assert env.guards == guards
-
-
-def shape_env_of(graph):
-    """That of the symbolic sizes of a graph's inputs."""
-    vals = (node.meta["val"] for node in graph.find_nodes(op="placeholder"))
-    sizes = (size for val in vals if isinstance(val, torch.Tensor) for size in val.shape)
-    return next(size.node.shape_env for size in sizes if isinstance(size, torch.SymInt))
 
 
 @torch.no_grad()
