@@ -36,7 +36,7 @@ endif
 
 PYTEST := $(PYTHON) -m pytest
 ARGS ?=
-FAST := tests/idioms tests/fusions/test_matching.py tests/fusions/test_reasons.py tests/test_matcher.py
+FAST := tests/idioms tests/fusions/test_matching.py --ignore tests/idioms/test_perturbed.py
 
 .PHONY: help setup test test-fast test-slow test-timed fuzz test-gpu sanitize-gpu lint format types demo bench docs clean
 

@@ -30,8 +30,9 @@ for line in sys.stdin:
             os.chdir(asked["folder"])
             os.environ.clear()
             os.environ.update(asked["environment"])
-            sys.path[:0] = [asked["folder"], *asked["environment"].get("PYTHONPATH", "").split(os.pathsep)]
             sys.argv = asked["command"]
+            paths = asked["environment"].get("PYTHONPATH")
+            sys.path[:1] = [os.path.dirname(os.path.abspath(sys.argv[0])), *(paths.split(os.pathsep) if paths else ())]
             runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -9,7 +9,7 @@ from fusion_passes import PostGradPassManager, Report
 from fusion_passes.ops.attention_quant import KERNELS, AttentionQuantArguments, why_unsupported
 from fusion_passes.testing import capture_traced, print_graph
 from tests.fusions.accuracy import check, check_layout
-from tests.fusions.cases import FIRST, each, varied
+from tests.fusions.cases import FIRST, each, first_of_each, varied
 from tests.fusions.without_code import FUSE, STOCK, WithoutCode, shape_env_of
 
 # Primes, powers of two, multiples of no block; 4, 8 and 64 are also the number of heads, its double, the head size.
@@ -48,7 +48,7 @@ def one_graph_for_twenty_sizes(rule, case):
     assert run.new_guards == [[]]
 
 
-@each(lambda case: case.fuses and case.all_symbolic and (case in FIRST or case.strided))
+@each(lambda case: case.all_symbolic and case in FIRST)
 @torch.no_grad()
 def test_one_token_and_dynamic_true_compile_as_often_as_stock(rule, case):
     """Size 1 is a graph of its own in stock torch.compile too."""
@@ -61,7 +61,7 @@ def test_one_token_and_dynamic_true_compile_as_often_as_stock(rule, case):
     assert not any(ours.new_guards)
 
 
-@varied
+@first_of_each
 @torch.no_grad()
 def test_static_sizes_that_become_dynamic(rule, case):
     """As by default: the first size is static, the second makes the dimension dynamic."""
@@ -109,7 +109,7 @@ def test_a_new_guard_would_be_seen():
     assert len(env.guards) == guards + 1
 
 
-@varied
+@first_of_each
 @torch.no_grad()
 def test_a_graph_with_every_size_symbolic_in_one_input_and_static_in_another(rule, case):
     """Only the first of the sizes that vary together is marked: the compiler finds the others equal, or static."""

@@ -50,7 +50,7 @@ def test_attention(name):
     assert_read_right(graph, 30)
 
 
-@pytest.mark.parametrize("backend", ["math", "cudnn"])
+@pytest.mark.parametrize("backend", [pytest.param("math", marks=pytest.mark.slow), "cudnn"])
 @pytest.mark.parametrize("name", ["sdpa, bool mask", "sdpa, lower triangle as mask", "causal masked_fill by hand"])
 def test_attention_on_cuda(name, backend):
     assert_read_right(capture_cuda(attention.SPELLINGS[name], *qkv(head_dim=8), backend=backend), 30)
@@ -91,7 +91,7 @@ def test_attention_with_empty_rows(empty):
         assert wrong(program) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize("name", quantize.SPELLINGS)
 def test_quantize(name, dtype):
     x = (torch.randn(SIZE, SIZE) * 40).to(dtype)
