@@ -50,7 +50,8 @@ for line in sys.stdin:
 def _server() -> subprocess.Popen[str]:
     """It ends when its input does."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR_")}
-    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1"}
     pipe = subprocess.PIPE
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True, cwd="/", env=environment

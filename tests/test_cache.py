@@ -78,7 +78,8 @@ class Processes:
         """The lines that a program prints.  The first is a new process: no other has its seed of hashes."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR_")}
         env |= {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"), "PYTHONPATH": str(self.folder)}
-        env |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        env |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+        env |= {"PYTHONDONTWRITEBYTECODE": "1"}
         if self.started:
             done = fresh.run([*command], self.folder, env)
         else:
