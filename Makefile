@@ -36,8 +36,9 @@ endif
 
 PYTEST := $(PYTHON) -m pytest
 ARGS ?=
+FAST := tests/idioms tests/fusions/test_matching.py --ignore tests/idioms/test_perturbed.py
 
-.PHONY: help setup test test-slow fuzz test-gpu sanitize-gpu lint format types demo bench docs clean
+.PHONY: help setup test test-fast test-slow test-timed fuzz test-gpu sanitize-gpu lint format types demo bench docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -61,10 +62,16 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(READY) ## the default suite, in parallel on all cores, without a GPU
-	$(PYTEST) tests -n auto --dist worksteal -m "not gpu and not slow" $(ARGS)
+	$(PYTEST) tests -n auto --dist worksteal -m "not gpu and not slow and not timed" $(ARGS)
+
+test-fast: $(READY) ## idioms and matching alone, in under a minute: for work on a reader or a rule
+	$(PYTEST) $(FAST) -n auto --dist worksteal -m "not gpu and not slow and not timed" $(ARGS)
 
 test-slow: $(READY) ## the slow tests
-	$(PYTEST) tests -n auto --dist worksteal -m "slow and not gpu" $(ARGS)
+	$(PYTEST) tests -n auto --dist worksteal -m "slow and not gpu and not timed" $(ARGS)
+
+test-timed: $(READY) ## the tests that assert on time, one after the other
+	$(PYTEST) tests -n 0 -m "timed and not gpu" $(ARGS)
 
 fuzz: $(READY) ## 50,000 random programs, stock against fused, on all cores; goes on where it was stopped
 	OMP_NUM_THREADS=1 $(PYTHON) -m fusion_passes.testing.fuzz --programs 50000 --record benchmarks/results $(ARGS)

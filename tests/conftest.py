@@ -1,6 +1,7 @@
 """Set up every test process, and record GPU runs (`--record DIR`)."""
 
 import datetime
+import gc
 import json
 import os
 import re
@@ -40,6 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA card"))
+
+
+def pytest_collection_finish() -> None:
+    """Compiling makes millions of small objects, and each full collection would look through all of torch again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -59,14 +59,18 @@ def errors(log: str) -> int | None:
     return len(re.findall(r"^=+ Invalid|^=+ Misaligned", log, re.MULTILINE)) if "COMPUTE-SANITIZER" in log else None
 
 
-def collect(tests: Sequence[str], keep: str, each: int) -> list[str]:
-    """The ids of the GPU tests; of one with many parameters so many of them, evenly spread."""
+def collect(tests: Sequence[str], keep: str) -> list[str]:
+    """The ids of the GPU tests."""
     command = [sys.executable, "-m", "pytest", *tests, "-m", "gpu and not slow", "-k", keep, "--collect-only", "-q"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if "::" in line]
+
+
+def spread(tests: Sequence[str], each: int) -> list[str]:
+    """Of a test with many parameters so many ids, evenly spread."""
     cases: dict[str, list[str]] = {}
-    for line in listed.splitlines():
-        if "::" in line:
-            cases.setdefault(line.split("[")[0], []).append(line)
+    for test in tests:
+        cases.setdefault(test.split("[")[0], []).append(test)
     return [ids[i] for ids in cases.values() for i in sorted({k * len(ids) // each for k in range(each)})]
 
 
@@ -124,7 +128,7 @@ def main() -> int:
     if sanitizer is None:
         parser.error("no compute-sanitizer here: it comes with the CUDA toolkit")
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
-    tests = collect(arguments.tests, arguments.keep, arguments.each)
+    tests = spread(collect(arguments.tests, arguments.keep), arguments.each)
     start = time.monotonic()
     result = run(sanitizer, tests, arguments.processes, arguments.minutes * 60)
 

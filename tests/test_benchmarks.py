@@ -2,12 +2,14 @@
 
 import importlib
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests import fresh
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a card")
@@ -131,7 +133,8 @@ def test_decode_says_which_targets_were_missed(load, monkeypatch, capsys):
 @cpu_only
 @pytest.mark.parametrize("name", ["attention_quant", "decode", "kv_attention"])
 def test_without_a_card_a_sentence(name):
-    done = subprocess.run([sys.executable, FOLDER / f"{name}.py"], capture_output=True, text=True, cwd=FOLDER.parent)
+    root = FOLDER.parent
+    done = fresh.run([str(FOLDER / f"{name}.py")], root, os.environ | {"PYTHONPATH": str(root)})
     assert done.returncode == 2
     assert done.stderr.endswith("error: needs a CUDA card\n")
     assert "Traceback" not in done.stderr

@@ -1,5 +1,6 @@
 """Compiled code in Inductor's cache: reused when nothing changed, and then the report says so and what was fused; made
-anew when an option, a rule's source or the package's source changed.  Each step is a process of its own."""
+anew when an option, a rule's source or the package's source changed.  Each step is a process of its own: the first a
+new one, the others forks of one that has imported torch (`tests/fresh.py`)."""
 
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fusion_passes import PassConfig, PostGradPassManager
+from tests import fresh
 from tests.traced_rules import relu_squared_rule
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +60,7 @@ class Processes:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.started = False
         shutil.copytree(ROOT / "fusion_passes", folder / "fusion_passes", ignore=shutil.ignore_patterns("__pycache__"))
         (folder / "rule.py").write_text(RULE)
         (folder / "program.py").write_text(PROGRAM)
@@ -66,22 +69,23 @@ class Processes:
         return json.loads(self.python("program.py", json.dumps(config))[-1])
 
     def run_file(self, text: str) -> list[str]:
-        """The lines that a program prints."""
+        """The lines that a program prints, in a fork."""
+        self.started = True
         (self.folder / "other.py").write_text(text)
         return self.python("other.py")
 
     def python(self, *command: str) -> list[str]:
+        """The lines that a program prints.  The first is a new process: no other has its seed of hashes."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR_")}
         env |= {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"), "PYTHONPATH": str(self.folder)}
-        env |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=self.folder,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        env |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+        env |= {"PYTHONDONTWRITEBYTECODE": "1"}
+        if self.started:
+            done = fresh.run([*command], self.folder, env)
+        else:
+            new = [sys.executable, *command]
+            done = subprocess.run(new, cwd=self.folder, env=env, capture_output=True, text=True, check=False)
+        self.started = True
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
@@ -113,16 +117,15 @@ def test_nothing_changed_is_reused_and_the_report_says_so(processes):
     assert (third["from_cache"], third["known"]) == (True, False)
     assert "places and reasons are not on disk any more): 1 fused" in third["text"]
 
-
-def test_a_changed_rule_is_compiled_anew(processes):
-    first = processes.run()
     processes.replace("rule.py", "return torch.ops", "return 1.0 * torch.ops")
-    second = processes.run()
-    assert (second["from_cache"], second["fused"]) == (False, 1)
-    assert first["uuid"] != second["uuid"]
+    changed = processes.run()
+    assert (changed["from_cache"], changed["fused"]) == (False, 1), "a changed rule is compiled anew"
+    assert first["uuid"] != changed["uuid"]
 
 
 def test_the_key_covers_options_rules_and_every_file_of_the_package(processes):
+    processes.started = True
+
     def uuid(**config):
         return processes.run(uuid_only=True, **config)["uuid"]
 
@@ -136,6 +139,7 @@ def test_the_key_covers_options_rules_and_every_file_of_the_package(processes):
     assert len(set(seen)) == len(seen)
 
 
+@pytest.mark.timed
 def test_the_key_takes_under_two_milliseconds():
     config = PassConfig(extra_fusions=(relu_squared_rule(),))
     manager = PostGradPassManager(config)
@@ -188,6 +192,7 @@ def test_compiled_code_follows_what_the_rule_calls(processes):
 
 
 def test_cleared_counters_do_not_hide_a_cached_graph(processes):
+    processes.started = True
     processes.append(
         "program.py",
         """

@@ -14,8 +14,8 @@ from fusion_passes.testing.fuzz import campaign, code, hunt, ideal, mutants, ora
 from fusion_passes.testing.fuzz.program import Program
 
 SEED = 20_261_130
-PURE_RUNS, PURE = 12, 79
-WRITING_RUNS, WRITING = 2, 26
+PURE_RUNS, PURE = 8, 122
+WRITING_RUNS, WRITING = 1, 24
 FOUND_WITHIN = 2000
 QUICK = {"the factor of a scale is dropped", "the scales of key and value are swapped", "cos and sin are swapped"}
 

@@ -158,6 +158,7 @@ print(fusion_passes.ops.attention_quant(q, q, q, None, torch.tensor(0.5), dtype=
     assert out.splitlines() == ["[]", "torch.Size([1, 2, 3, 16])"]
 
 
+@pytest.mark.timed
 def test_import_time():
     # CPU time, and the best of several, because the machine may be busy.
     code = """

@@ -258,7 +258,9 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=pytest.mark.slow) if name == "stock" else name for name in CONFIGS]
+)
 def test_every_program_computes_what_it_computes_uncompiled(config, eager):
     torch._dynamo.reset()
     report = Report()

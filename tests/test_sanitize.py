@@ -42,8 +42,9 @@ ERROR t.py::test_e[a - b] - c] - four
 
 
 def test_selection():
-    file = ("tests/ops/test_kv_cache_write.py",)
-    every, some = (sanitize.collect(file, sanitize.LEFT_OUT, each) for each in (1000, 3))
+    every = sanitize.collect(("tests/ops/test_kv_cache_write.py",), sanitize.LEFT_OUT)
+    some = sanitize.spread(every, 3)
+    assert sanitize.spread(every, 1000) == every
     assert all("cuda" in each for each in every)
     assert len(every) > len(some)
     assert set(some) < set(every)

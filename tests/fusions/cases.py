@@ -49,7 +49,6 @@ FIRST = {
 
 fused = each(lambda case: case.fuses)
 declined = each(lambda case: not case.fuses)
-dynamic = each(lambda case: case.fuses and case.dynamic)
 scaled = each(lambda case: case.fuses and case.scales)
 first_of_each = each(lambda case: case in FIRST)
 first_with_output_scale = each(lambda case: case in FIRST and case.output_scale)

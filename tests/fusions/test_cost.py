@@ -44,6 +44,7 @@ def seconds(graph, config):
     return time.process_time() - start, report
 
 
+@pytest.mark.timed
 @each(lambda case: case in FIRST)
 def test_time_grows_linearly(rule, case):
     seconds(layers_of(case, 1), FUSE)  # imports, caches
@@ -56,6 +57,7 @@ def test_time_grows_linearly(rule, case):
     assert taken[many] < 2.0 * taken[few] * many / few + 5e-3, taken
 
 
+@pytest.mark.timed
 @each(lambda case: case in FIRST)
 def test_time_of_a_graph_where_nothing_is_fused(rule, case):
     graph = layers_of(case, LAYERS[1])
@@ -68,6 +70,7 @@ def test_time_of_a_graph_where_nothing_is_fused(rule, case):
     assert off < 0.01
 
 
+@pytest.mark.timed
 def test_building_the_manager_takes_under_a_second():
     """In a process of its own that has Inductor loaded, with Triton blocked and no device: nothing is allocated."""
     program = """

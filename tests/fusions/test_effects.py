@@ -252,11 +252,11 @@ CODE_CASES = (
 def test_fewer_kernels_and_no_copy_in_the_generated_code(rule, case):
     """The fused op writes the layout that is wanted: nothing is left to a kernel of Inductor's."""
     inputs = case.inputs(7, "cpu")
-    stock = kernels(code_of(torch.compile(case.fn), inputs))
     ours = code_of(fusion_passes.compile(case.fn, FUSE), inputs)
     assert f"torch.ops.{op_of(rule, case)}" in ours
     assert kernels(ours) == []
-    assert stock, "the count of kernels cannot see one"
+    if case in FIRST:
+        assert kernels(code_of(torch.compile(case.fn), inputs)), "the count of kernels cannot see one"
 
 
 @first_of_each

@@ -19,6 +19,10 @@ from tests.fusions.without_code import FUSE, WithoutCode
 E4M3 = torch.float8_e4m3fn
 HEADS, KV_HEADS = 4, 2
 Q_SCALE, K_SCALE, V_SCALE = 0.043, 0.029, 0.017
+STANDS_FOR_OTHERS = (models.llama_heads_last, models.gptj, models.gpt_oss, models.meta)
+"""With heads last, a gathered table, half as many columns, complex numbers: these with several sequences in each run of
+the suite, the others in the slow one."""
+SLOW = [pytest.mark.slow]
 OP = "fusion_passes.rope_quant_kv_write.default"
 
 pytestmark = pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex operators")
@@ -82,7 +86,7 @@ def test_one_sequence(rotate):
 @pytest.mark.parametrize(
     ("rotate", "own"),
     [
-        *((rotate, True) for rotate in models.READ),
+        *(pytest.param(rotate, True, marks=() if rotate in STANDS_FOR_OTHERS else SLOW) for rotate in models.READ),
         *((rotate, False) for rotate in (models.llama, models.glm, models.halves_heads_last, models.vllm)),
         *((rotate, False) for rotate in (models.meta_by_position, models.torchtune)),
     ],

@@ -10,16 +10,17 @@ from fusion_passes import PostGradPassManager, Report
 from fusion_passes.testing import capture_cuda, print_graph
 from tests.fusions.accuracy import check
 from tests.fusions.case import Layer
-from tests.fusions.cases import FIRST, each, first_with_output_scale, scaled
+from tests.fusions.cases import FIRST, each, first_with_output_scale
 from tests.fusions.without_code import FUSE, STOCK, WithoutCode
 
 first_with_scales = each(lambda case: case in FIRST and case.scales)
 
 
-@scaled
+@each(lambda case: case.scales and case.fuses and (case in FIRST or case.strided))
 @torch.no_grad()
 def test_a_change_in_place_after_compilation_is_followed(rule, case):
-    """By fill_, copy_, and through a view; without another compilation."""
+    """By fill_, copy_, and through a view; without another compilation.  Of every way to spell the scale,
+    `test_numbers.py` changes the value."""
     run = WithoutCode(case.fn)
     inputs = case.inputs(7, "cpu")
     changes = (

@@ -71,3 +71,10 @@ class WithoutCode:
     def fused(self) -> int:
         """Number of places that were fused."""
         return self.report.count()
+
+
+def shape_env_of(graph):
+    """That of the symbolic sizes of a graph's inputs."""
+    vals = (node.meta["val"] for node in graph.find_nodes(op="placeholder"))
+    sizes = (size for val in vals if isinstance(val, torch.Tensor) for size in val.shape)
+    return next(size.node.shape_env for size in sizes if isinstance(size, torch.SymInt))

@@ -52,6 +52,9 @@ OTHER_OVERLOADS: dict[Any, tuple[Any, dict[str, Any]]] = {
 
 Change = Callable[[Graph, Node], None]
 
+_run = _OnCPU(GraphModule({}, Graph())).call_function
+"""One op on CPU tensors."""
+
 
 class Program:
     """A graph and the values of its nodes, which stand on the nodes as their meta values too."""
@@ -80,7 +83,6 @@ class Program:
     def evaluate(self, last: Node | None = None) -> None:
         """Compute the values that are not known, up to `last`.  Raises what an op raises."""
         given = iter(self.inputs)
-        run = _OnCPU(GraphModule({}, Graph())).call_function
         with torch.no_grad():
             for node in self.graph.nodes:
                 if node.op == "placeholder":
@@ -88,7 +90,7 @@ class Program:
                 elif node.op == "call_function" and node not in self.values:
                     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
                     _check_attention(node, args)
-                    self.values[node] = run(node.target, args, kwargs)
+                    self.values[node] = _run(node.target, args, kwargs)
                 if node.op != "output":
                     node.meta = {**node.meta, "val": self.values[node]}
                 if node is last:
@@ -292,9 +294,15 @@ def _swapped(a: int, b: int) -> Change:
     return change
 
 
+def judged(program: Program) -> tuple[int, list[str]]:
+    """How many idioms are read in the graph, and those that do not compute what the graph computes, in words."""
+    idioms = list(recognize(program.graph))
+    return len(idioms), [f"{idiom}: {what}" for idiom in idioms if (what := _difference(program, idiom))]
+
+
 def wrong(program: Program) -> list[str]:
     """The idioms that do not compute what the graph computes, in words."""
-    return [f"{idiom}: {what}" for idiom in recognize(program.graph) if (what := _difference(program, idiom))]
+    return judged(program)[1]
 
 
 def _difference(program: Program, idiom: Idiom) -> str:

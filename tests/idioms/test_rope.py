@@ -126,6 +126,7 @@ def test_what_is_none(fn):
     assert list(rope.recognize(graph)) == []
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("last", [2.0, 3.0])
 def test_tables_are_compared_once_for_all_the_ways_through_the_graph(last):
     """Two sums of 24 steps, each of which reads the one before twice: 2^24 ways to the start."""
