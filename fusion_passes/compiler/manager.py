@@ -28,6 +28,7 @@ from fusion_passes.compiler.report import MOVES, GraphReport, Miss, Report, Requ
 from fusion_passes.fusions.builtin import FUSIONS
 from fusion_passes.fusions.rule import Level, MatchStatus, Rule
 from fusion_passes.graph.effects import Effects
+from fusion_passes.graph.functional import made_by, op_name
 from fusion_passes.graph.match import DeclinedError, Match
 from fusion_passes.graph.read import place
 from fusion_passes.graph.rewrite import (
@@ -42,7 +43,6 @@ from fusion_passes.graph.rewrite import (
     sizes_of_inputs,
 )
 from fusion_passes.idioms import Idioms, NearMiss, recognize
-from fusion_passes.idioms.reading import made_by, op_name
 
 log = logging.getLogger("fusion_passes")
 """TORCH_LOGS="fusion_passes" shows what was fused, "+fusion_passes" every site."""
@@ -102,12 +102,13 @@ class PostGradPassManager(inductor.CustomGraphPass):
             idioms = recognize(graph) if self.rules else Idioms(graph, [], [])
         dump.idioms(idioms)
         with _timed(seconds, "fuse"):
-            sites, taken, places, idioms = self._fuse(idioms)
+            effects = Effects(graph, inductor.may_inline)
+            sites, taken, places, idioms = self._fuse(idioms, effects)
             misses = self._misses(idioms, sites, places)
         dump.graph("fused", graph)
         with _timed(seconds, "clean"):
             erase_dead(taken)
-            sites += self._in_place(graph)
+            sites += self._in_place(graph, effects)
             if any(site.status in (MatchStatus.FUSED, MatchStatus.MOVED) for site in sites):
                 graph.lint()
         dump.graph("after", graph)
@@ -118,14 +119,13 @@ class PostGradPassManager(inductor.CustomGraphPass):
         compiled.keep(result, on_disk=self.config.debug_dir is None)
         self.take(result)
 
-    def _fuse(self, idioms: Idioms) -> tuple[list[Site], set[Node], set[Node], Idioms]:
+    def _fuse(self, idioms: Idioms, effects: Effects) -> tuple[list[Site], set[Node], set[Node], Idioms]:
         """Try every rule in order.  Returns all sites, the nodes that are still to be erased since their place was
         taken, those of all matches, and the idioms that the last rule saw."""
         sites: list[Site] = []
         taken: set[Node] = set()
         places: set[Node] = set()
         replaced: dict[Node, Node] = {}
-        effects = Effects(idioms.graph, inductor.may_inline)
         for rule in self.rules:
             if taken:  # what the rule before has made may be another rule's place
                 erase_dead(taken)
@@ -176,11 +176,11 @@ class PostGradPassManager(inductor.CustomGraphPass):
         effects.replaced(m.nodes, insertion.nodes, new.values())
         return MatchStatus.FUSED, ""
 
-    def _in_place(self, graph: Graph) -> Iterator[Site]:
+    def _in_place(self, graph: Graph, effects: Effects) -> Iterator[Site]:
         """Spare Inductor the copies that it makes for the sake of an order that nobody needs."""
         if not self.config.in_place_writes or self.config.level is Level.O0:
             return
-        for done in reads_before_writes(graph, Effects(graph, inductor.may_inline)):
+        for done in reads_before_writes(graph, effects):
             reads = ", ".join(sorted({op_name(made_by(read)) for read in done.reads}))
             what = f"{op_name(done.write)} in place: {reads} of what was there before comes first"
             yield Site(MOVES, MatchStatus.MOVED, "", place(done.write), what)

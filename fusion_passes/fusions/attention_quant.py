@@ -23,6 +23,7 @@ from torch.fx import Node
 from fusion_passes.fusions.output_quant import OutputQuantMatch, check_static
 from fusion_passes.fusions.paged_attention_quant import paged, paged_groups
 from fusion_passes.fusions.rule import Rule
+from fusion_passes.graph.functional import op_call, op_name
 from fusion_passes.graph.match import Call
 from fusion_passes.graph.read import (
     CASTS,
@@ -47,7 +48,6 @@ from fusion_passes.idioms.group_quantize import OPAQUE as DYNAMIC
 from fusion_passes.idioms.group_quantize import GroupQuantize
 from fusion_passes.idioms.paged_attention import PagedAttention
 from fusion_passes.idioms.quantize import Quantize
-from fusion_passes.idioms.reading import op_call, op_name
 from fusion_passes.measured.attention_quant import verdict as measured_verdict
 from fusion_passes.ops.attention_quant import (
     LAYOUTS,

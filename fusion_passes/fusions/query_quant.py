@@ -21,6 +21,7 @@ import torch
 from torch.fx import Node
 
 from fusion_passes.fusions.rule import Rule
+from fusion_passes.graph.functional import made_by, op_call, op_name
 from fusion_passes.graph.match import Call, Match
 from fusion_passes.graph.read import (
     aten,
@@ -38,7 +39,6 @@ from fusion_passes.graph.symbolic import known
 from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.opaque import OPAQUE, OpaqueOp
 from fusion_passes.idioms.paged_attention import PagedAttention
-from fusion_passes.idioms.reading import made_by, op_call, op_name
 from fusion_passes.measured.query_quant import verdict as measured_verdict
 from fusion_passes.quant import FP8_DTYPES, dtype_name, max_value
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fusion_passes.graph.functional import op_call
 from fusion_passes.graph.match import Call
 from fusion_passes.graph.read import is_tensor
 from fusion_passes.idioms.idiom import Idiom, NearMiss
-from fusion_passes.idioms.reading import op_call, read_all
+from fusion_passes.idioms.reading import read_all
 
 NAME = "fusion_passes::paged_attention"
 

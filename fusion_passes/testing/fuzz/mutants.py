@@ -18,7 +18,8 @@ from unittest import mock
 import torch
 from torch.fx import Graph, Node
 
-from fusion_passes.graph.read import aten, calls, is_functionalized, is_tensor, prims, value
+from fusion_passes.graph.functional import is_functionalized
+from fusion_passes.graph.read import aten, calls, is_tensor, prims, value
 
 PACKAGE = "fusion_passes."
 
