@@ -11,6 +11,7 @@ where nothing needs the old values.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ PART = ("_size", "_slice_dim")
 
 def is_functionalized(node: Node) -> bool:
     """True for the wrapper around an op that writes to its arguments."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "").startswith("auto_functionalized")
+    return _name(node.target).startswith("auto_functionalized") and node.op == "call_function"
 
 
 def schema_of(node: Node) -> Any:
@@ -41,7 +42,17 @@ def schema_of(node: Node) -> Any:
 
 def schema_name(node: Node) -> str:
     """`namespace::op` of a call that is not wrapped, without the overload; "" for what is no torch op."""
-    schema = None if is_functionalized(node) else schema_of(node)
+    return _schema_name(node.target) if node.op == "call_function" else ""
+
+
+@functools.lru_cache(1024)
+def _name(target: Any) -> str:
+    return getattr(target, "__name__", "")
+
+
+@functools.lru_cache(1024)
+def _schema_name(target: Any) -> str:
+    schema = getattr(target, "_schema", None)  # a new object each time
     return "" if schema is None else str(schema.name)
 
 
@@ -161,7 +172,7 @@ def fake_result(target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
 
 def _new_values(call: Node) -> Mapping[Any, Any]:
     """By what `getitem` takes of a functionalised call: the tensor, or the list of tensors, whose new value that is."""
-    if call.op == "call_function" and getattr(call.target, "__name__", "") == "triton_kernel_wrapper_functional":
+    if call.op == "call_function" and _name(call.target) == "triton_kernel_wrapper_functional":
         given: Any = call.kwargs["kwargs"]
         cloned: Any = call.kwargs["tensors_to_clone"]
         return {name: given[name] for name in cloned}
