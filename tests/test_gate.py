@@ -12,7 +12,16 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 
 import fusion_passes
-from fusion_passes import GraphReport, MatchStatus, PassConfig, PostGradPassManager, Report, RequiredFusionError, Site
+from fusion_passes import (
+    GraphReport,
+    MatchStatus,
+    Move,
+    PassConfig,
+    PostGradPassManager,
+    Report,
+    RequiredFusionError,
+    Site,
+)
 from fusion_passes.quant import quantize
 from tests.traced_rules import relu_squared_rule, unfused
 
@@ -134,11 +143,11 @@ def test_numbers_survive_the_way_through_the_counters():
         Site("a, b: c", MatchStatus.FUSED, "", "here", "this"),
         Site("a, b: c", MatchStatus.FUSED, "", "there", "that"),
         Site("a, b: c", MatchStatus.ILLEGAL, "no", "there", "that"),
-        Site("in_place_writes", MatchStatus.MOVED, "", "there", ""),
     ]
-    graph = GraphReport("id", tuple(sites), rules=("a, b: c", "other"))
+    graph = GraphReport("id", tuple(sites), rules=("a, b: c", "other"), moves=(Move("there", "it"),) * 2)
     again = GraphReport.from_numbers("id", graph.numbers())
     assert [(site.rule, site.status) for site in again.sites] == [(site.rule, site.status) for site in sites]
+    assert len(again.moves) == 2
     assert (again.rules, again.known, again.from_cache) == (graph.rules, False, True)
 
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import Node
 
-from fusion_passes.fusions.output_quant import check_static
 from fusion_passes.fusions.rule import Rule
+from fusion_passes.fusions.static_quant import check_static
 from fusion_passes.graph.arguments import arguments, tensor_node
 from fusion_passes.graph.functional import with_same_writes
 from fusion_passes.graph.match import Call, Match
@@ -242,7 +242,7 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             cache_dtype=value(m.write.caches[0]).dtype,
             quantized=m.quantize is not None,
         )
-        m.require(verdict.ratio is not None and verdict.ratio >= 1.0, verdict.why)
+        m.require(verdict.is_faster, verdict.why)
         m.require(
             not m.is_copied,
             "the graph has the query's heads before its tokens in memory: the fused op's result would be copied, which "

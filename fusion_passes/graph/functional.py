@@ -125,6 +125,17 @@ def op_call(node: Node, among: Collection[str]) -> OpCall | None:
     return OpCall(str(schema.name), arguments_of(call), node, frozenset({node, call}), name, whole)
 
 
+def call_by_name(call: Call, op: Any, arguments: Mapping[str, Any]) -> Node:
+    """Add a call of an op with these arguments, as far as it has them; those with a default may be missing."""
+    schema = op._schema.arguments
+    given = {a.name: arguments.get(a.name, a.default_value) for a in schema}
+    positional = [given[a.name] for a in schema if not a.kwarg_only]
+    while positional and positional[-1] is None:
+        positional.pop()
+    named = {a.name: given[a.name] for a in schema if a.kwarg_only and given[a.name] != a.default_value}
+    return call(op, *positional, **named)
+
+
 def written_tensors(call: Node) -> tuple[Node, ...]:
     """The tensors that a functionalised call writes to, each once; none for another call."""
     return tuple(dict.fromkeys(x for new in _new_values(call).values() for x in _nodes(new)))
