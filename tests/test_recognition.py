@@ -16,6 +16,7 @@ from fusion_passes.idioms.group_quantize import GroupQuantize
 from fusion_passes.idioms.kv_cache import KVCacheWrite
 from fusion_passes.idioms.paged_attention import PagedAttention
 from fusion_passes.idioms.quantize import Quantize
+from fusion_passes.idioms.reading import read_all
 from fusion_passes.idioms.rope import Rope
 from fusion_passes.models.llama import PRESETS
 from fusion_passes.models.paged_llama import PagedLlama
@@ -144,3 +145,16 @@ def test_work_grows_linearly_with_the_layers():
     calls_of(decoder(1))  # imports, caches
     few, many = (calls_of(decoder(layers)) for layers in (4, 16))
     assert many < 4.2 * few, (few, many)
+
+
+def test_a_fault_of_a_reader_is_logged_with_its_traceback(caplog):
+    def broken(node):
+        raise KeyError(node.name)
+
+    graph = decoder(1)
+    with caplog.at_level("WARNING", "fusion_passes"):
+        found = list(read_all(graph, "attention", broken))
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    assert [(item.node, item.reason) for item in found] == [(n, f"could not be read: '{n.name}'") for n in calls]
+    assert f"the reader of attention failed at {calls[0].name}" in caplog.text
+    assert "in broken" in caplog.text, "where it failed"

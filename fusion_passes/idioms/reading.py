@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from fusion_passes.graph.read import (
 )
 from fusion_passes.idioms.idiom import Idiom, NearMiss
 
+log = logging.getLogger("fusion_passes")
 FoundIdiom = TypeVar("FoundIdiom", bound=Idiom)
 
 
@@ -35,7 +37,7 @@ def read_all(
     graph: Graph, what: str, read: Callable[[Node], FoundIdiom | None], *, last_first: bool = False
 ) -> Iterator[FoundIdiom | NearMiss]:
     """What `read` finds at the calls of a graph, in graph order or the other way round, and where it stopped.  Never
-    raises."""
+    raises: a fault of `read` is logged, with its traceback."""
     for node in reversed(graph.nodes) if last_first else graph.nodes:
         if node.op != "call_function":
             continue
@@ -44,6 +46,7 @@ def read_all(
         except Unread as failure:
             yield NearMiss(node, what, failure.reason)
         except Exception as error:
+            log.warning("fusion_passes: the reader of %s failed at %s", what, node.name, exc_info=error)
             yield NearMiss(node, what, f"could not be read: {error}")
         else:
             if found is not None:
