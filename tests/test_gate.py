@@ -1,6 +1,7 @@
 """`required` is a gate: it holds for code from a cache too, tells "nothing was compiled" from "no place", and does not
 call missing what is only unknown."""
 
+import dataclasses
 import shutil
 import threading
 
@@ -148,6 +149,10 @@ def test_numbers_survive_the_way_through_the_counters():
     again = GraphReport.from_numbers("id", graph.numbers())
     assert [(site.rule, site.status) for site in again.sites] == [(site.rule, site.status) for site in sites]
     assert len(again.moves) == 2
+    report = Report()
+    report.add(dataclasses.replace(again, sites=()))
+    assert report.why_not("in_place_writes") == "it was applied at every place that it has"
+    assert report.count() == 0
     assert (again.rules, again.known, again.from_cache) == (graph.rules, False, True)
 
 
