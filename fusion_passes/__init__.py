@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusion_passes import ops as ops
 from fusion_passes.compiler.config import PassConfig, Profitability, Switch
-from fusion_passes.compiler.report import GraphReport, Miss, Report, RequiredFusionError, Site
+from fusion_passes.compiler.report import GraphReport, Miss, Move, Report, RequiredFusionError, Site
 from fusion_passes.fusions.rule import Level, MatchStatus, Rule
 from fusion_passes.graph.match import DeclinedError, Match
 
@@ -46,6 +46,7 @@ __all__ = [
     "Match",
     "MatchStatus",
     "Miss",
+    "Move",
     "PassConfig",
     "PostGradPassManager",
     "Profitability",

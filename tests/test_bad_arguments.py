@@ -161,7 +161,7 @@ def test_a_misspelt_rule(ask):
 
 def test_a_status_may_be_a_string_and_must_be_one():
     report = Report()
-    assert report.count("fused") == report.count(MatchStatus.MOVED, "in_place_writes") == 0
+    assert report.count("fused") == report.count(MatchStatus.FUSED, "in_place_writes") == 0
     with pytest.raises(ValueError, match=r"unknown status 'fussed' \(did you mean 'fused'\?\)"):
         report.count("fussed")
     with pytest.raises(ValueError, match=r"for a rule write count\(rule='attention_quant'\)"):

@@ -1,6 +1,7 @@
 """`required` is a gate: it holds for code from a cache too, tells "nothing was compiled" from "no place", and does not
 call missing what is only unknown."""
 
+import dataclasses
 import shutil
 import threading
 
@@ -12,7 +13,16 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 
 import fusion_passes
-from fusion_passes import GraphReport, MatchStatus, PassConfig, PostGradPassManager, Report, RequiredFusionError, Site
+from fusion_passes import (
+    GraphReport,
+    MatchStatus,
+    Move,
+    PassConfig,
+    PostGradPassManager,
+    Report,
+    RequiredFusionError,
+    Site,
+)
 from fusion_passes.quant import quantize
 from tests.traced_rules import relu_squared_rule, unfused
 
@@ -134,11 +144,15 @@ def test_numbers_survive_the_way_through_the_counters():
         Site("a, b: c", MatchStatus.FUSED, "", "here", "this"),
         Site("a, b: c", MatchStatus.FUSED, "", "there", "that"),
         Site("a, b: c", MatchStatus.ILLEGAL, "no", "there", "that"),
-        Site("in_place_writes", MatchStatus.MOVED, "", "there", ""),
     ]
-    graph = GraphReport("id", tuple(sites), rules=("a, b: c", "other"))
+    graph = GraphReport("id", tuple(sites), rules=("a, b: c", "other"), moves=(Move("there", "it"),) * 2)
     again = GraphReport.from_numbers("id", graph.numbers())
     assert [(site.rule, site.status) for site in again.sites] == [(site.rule, site.status) for site in sites]
+    assert len(again.moves) == 2
+    report = Report()
+    report.add(dataclasses.replace(again, sites=()))
+    assert report.why_not("in_place_writes") == "it was applied at every place that it has"
+    assert report.count() == 0
     assert (again.rules, again.known, again.from_cache) == (graph.rules, False, True)
 
 

@@ -23,7 +23,7 @@ LAYERS = (
     ("idioms",),
     ("fusions",),
     ("compiler.config", "compiler.report", "compiler.inductor", "compiler.in_place", "compiler.cache_key"),
-    ("compiler.compiled", "compiler.debug"),
+    ("compiler.compiled", "compiler.debug", "compiler.fuse"),
     ("compiler.manager",),
     ("compiler.switch", "compiler.registration"),
     ("tools",),

@@ -10,14 +10,14 @@ it stands.  A pointwise read would stay pending, and see what was written (`effe
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
 from fusion_passes.graph.effects import Effects, memory, overwritten
-from fusion_passes.graph.read import META_ONLY, aten, calls, is_functionalized, is_view, mutated_nodes
+from fusion_passes.graph.functional import is_functionalized
+from fusion_passes.graph.read import META_ONLY, aten, calls, is_view, may_be_view, mutated_nodes
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,9 @@ def _readers(value: Node) -> Iterator[Node]:
     for user in value.users:
         if calls(user, *META_ONLY) or (calls(user, aten.copy_.default) and user.args[0] is value):
             continue
-        if is_view(user) or _may_be_view(user):
+        if is_view(user) or may_be_view(user):
             yield from _readers(user)
         yield user
-
-
-def _may_be_view(node: Node) -> bool:
-    """True for an op whose result may share memory with its input, and for one of several such results."""
-    if node.target is operator.getitem:
-        return _may_be_view(node.all_input_nodes[0])
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
 
 
 def _depending(node: Node) -> set[Node]:

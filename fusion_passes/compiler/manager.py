@@ -1,8 +1,7 @@
 """The post-grad pass: recognise, fuse, clean.
 
 recognise   idioms are found and described; the graph is untouched
-fuse        each rule in order, on the graph that the rules before it have left; only a rule that applies edits the
-            graph, and one that fails puts it back
+fuse        each rule in order, on the graph that the rules before it have left (compiler/fuse.py)
 clean       the nodes that a fusion made dead are erased, and reads come before the writes that follow them; the graph
             is linted; nothing else is touched
 """
@@ -17,32 +16,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from fusion_passes import custom_ops
 from fusion_passes.compiler import cache_key, compiled, inductor
 from fusion_passes.compiler.config import PassConfig, Profitability, Switch
 from fusion_passes.compiler.debug import GraphDump
+from fusion_passes.compiler.fuse import Fusing
 from fusion_passes.compiler.in_place import reads_before_writes
-from fusion_passes.compiler.report import MOVES, GraphReport, Miss, Report, RequiredFusionError, Site
+from fusion_passes.compiler.report import GraphReport, Move, Report, RequiredFusionError
 from fusion_passes.fusions.builtin import FUSIONS
 from fusion_passes.fusions.rule import Level, MatchStatus, Rule
 from fusion_passes.graph.effects import Effects
-from fusion_passes.graph.match import DeclinedError, Match
+from fusion_passes.graph.functional import made_by, op_name
 from fusion_passes.graph.read import place
-from fusion_passes.graph.rewrite import (
-    Insertion,
-    ask_inputs,
-    check_order,
-    check_readers,
-    early_readers,
-    erase_dead,
-    move_behind,
-    replacements,
-    sizes_of_inputs,
-)
-from fusion_passes.idioms import Idioms, NearMiss, recognize
-from fusion_passes.idioms.reading import made_by, op_name
+from fusion_passes.idioms import Idioms, recognize
 
 log = logging.getLogger("fusion_passes")
 """TORCH_LOGS="fusion_passes" shows what was fused, "+fusion_passes" every site."""
@@ -99,105 +87,37 @@ class PostGradPassManager(inductor.CustomGraphPass):
 
         dump.graph("before", graph)
         with _timed(seconds, "recognise"):
-            idioms = recognize(graph) if self.rules else Idioms(graph, [], [])
+            idioms = recognize(graph) if self.rules else Idioms(graph, {})
         dump.idioms(idioms)
         with _timed(seconds, "fuse"):
-            sites, taken, places, idioms = self._fuse(idioms)
-            misses = self._misses(idioms, sites, places)
+            effects = Effects(graph, inductor.may_inline)
+            fusing = Fusing(graph, effects, measured=self.config.profitability is Profitability.MEASURED)
+            fusing.run(self.rules, idioms)
+            misses = fusing.misses(self.rules, idioms.near_misses)
         dump.graph("fused", graph)
         with _timed(seconds, "clean"):
-            erase_dead(taken)
-            sites += self._in_place(graph)
-            if any(site.status in (MatchStatus.FUSED, MatchStatus.MOVED) for site in sites):
+            fusing.erase_dead()
+            moves = tuple(self._in_place(graph, effects))
+            if moves or any(site.status is MatchStatus.FUSED for site in fusing.sites):
                 graph.lint()
         dump.graph("after", graph)
 
         rules = tuple(rule.name for rule in self.rules)
-        result = GraphReport(graph_id, tuple(sites), misses, seconds, nodes_before, len(graph.nodes), rules=rules)
+        result = GraphReport(
+            graph_id, tuple(fusing.sites), misses, seconds, nodes_before, len(graph.nodes), rules=rules, moves=moves
+        )
         dump.report(result)
         compiled.keep(result, on_disk=self.config.debug_dir is None)
         self.take(result)
 
-    def _fuse(self, idioms: Idioms) -> tuple[list[Site], set[Node], set[Node], Idioms]:
-        """Try every rule in order.  Returns all sites, the nodes that are still to be erased since their place was
-        taken, those of all matches, and the idioms that the last rule saw."""
-        sites: list[Site] = []
-        taken: set[Node] = set()
-        places: set[Node] = set()
-        replaced: dict[Node, Node] = {}
-        effects = Effects(idioms.graph, inductor.may_inline)
-        for rule in self.rules:
-            if taken:  # what the rule before has made may be another rule's place
-                erase_dead(taken)
-                again = recognize(idioms.graph)
-                idioms = Idioms(again.graph, list(again), idioms.near_misses)  # of the user's graph, not of our nodes
-                taken, replaced = set(), {}
-            try:
-                matches = list(rule.pattern(idioms))
-            except Exception as error:
-                sites.append(Site(rule.name, MatchStatus.ILLEGAL, _sentence(error), "the whole graph", ""))
-                continue
-            for m in matches:
-                if m.nodes & taken:
-                    continue
-                places |= m.nodes
-                where = place(m.site)
-                what = _text(rule, m)
-                status, reason = self._apply(rule, m, idioms.graph, replaced, effects)
-                sites.append(Site(rule.name, status, reason, where, what))
-                if status is MatchStatus.FUSED:
-                    taken |= m.nodes
-        return sites, taken, places, idioms
-
-    def _apply(
-        self, rule: Rule[Any], m: Match, graph: Graph, replaced: dict[Node, Node], effects: Effects
-    ) -> tuple[MatchStatus, str]:
-        """Decide about one match and rewrite it.  Whatever goes wrong, the graph is as before."""
-        status = MatchStatus.ILLEGAL
-        insertion = Insertion(graph, m.outputs, replaced)
-        try:
-            rule.legality(m)  # first: its sentences say more
-            check_readers(m)
-            if self.config.profitability is Profitability.MEASURED:
-                status = MatchStatus.UNPROFITABLE
-                rule.profitability(m)
-                status = MatchStatus.ILLEGAL
-            sizes = sizes_of_inputs(m, replaced)
-            new = replacements(m, rule.replacement(m, insertion.call))
-            check_order(m, new, insertion, effects)
-        except Exception as error:
-            insertion.undo()
-            return status, _sentence(error)
-        ask_inputs(sizes)
-        move_behind(m, early_readers(m))
-        for output, result in new.items():
-            output.replace_all_uses_with(result)
-        replaced.update(new)
-        effects.replaced(m.nodes, insertion.nodes, new.values())
-        return MatchStatus.FUSED, ""
-
-    def _in_place(self, graph: Graph) -> Iterator[Site]:
+    def _in_place(self, graph: Graph, effects: Effects) -> Iterator[Move]:
         """Spare Inductor the copies that it makes for the sake of an order that nobody needs."""
         if not self.config.in_place_writes or self.config.level is Level.O0:
             return
-        for done in reads_before_writes(graph, Effects(graph, inductor.may_inline)):
+        for done in reads_before_writes(graph, effects):
             reads = ", ".join(sorted({op_name(made_by(read)) for read in done.reads}))
             what = f"{op_name(done.write)} in place: {reads} of what was there before comes first"
-            yield Site(MOVES, MatchStatus.MOVED, "", place(done.write), what)
-
-    def _misses(self, idioms: Idioms, sites: list[Site], places: set[Node]) -> tuple[Miss, ...]:
-        """What nearly was a place, by the rules and, where a rule found none in this graph, by the idioms."""
-        misses: list[NearMiss] = []
-        for rule in self.rules:
-            try:
-                misses += (miss for miss in rule.explain(idioms) if miss.node not in places)
-            except Exception as error:
-                log.warning("%s cannot explain itself: %s", rule.name, _sentence(error))
-        told = {miss.told for miss in misses}
-        idle = any(all(site.rule != rule.name for site in sites) for rule in self.rules)
-        anchors = {rule.anchor for rule in self.rules}
-        misses += (m for m in idioms.near_misses if m.node not in told and (idle or m.what in anchors))
-        return tuple(Miss(miss.what, miss.reason, place(miss.node)) for miss in misses)
+            yield Move(place(done.write), what)
 
     def take(self, result: GraphReport) -> None:
         """Report what happened to a graph, now or when it was compiled, and judge it."""
@@ -250,21 +170,6 @@ def _custom_op(name: str, lacks: str) -> bool:
 
 # Not traced but asked, each time that a layer is traced.
 custom_ops.answer_with(torch.compiler.assume_constant_result(_custom_op))
-
-
-def _text(rule: Rule[Any], m: Match) -> str:
-    try:
-        return rule.describe(m)
-    except Exception as error:
-        return _sentence(error)
-
-
-def _sentence(error: Exception) -> str:
-    """The reason for a report: a condition's own sentence, or an unexpected error with its type."""
-    if isinstance(error, DeclinedError):
-        return str(error)
-    log.warning("a rule failed; the graph is as it was", exc_info=error)
-    return f"the rule failed: {type(error).__name__}: {error}"
 
 
 @contextmanager

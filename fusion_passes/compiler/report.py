@@ -16,7 +16,7 @@ from fusion_passes.fusions.rule import MatchStatus
 log = logging.getLogger("fusion_passes")
 
 MOVES = "in_place_writes"
-"""What the sites of writes that stay in place are listed under, though no rule made them."""
+"""The switch of what is listed as a `Move`; no rule."""
 NOTHING_COMPILED = (
     "no graph was compiled with the passes so far. torch.compile compiles at the first call, so call the model first "
     "(inside the block, for `enabled`); what was compiled before stays as it is until torch.compiler.reset(). Only "
@@ -28,6 +28,7 @@ NOT_TOLD = (
     "Inductor loaded code from its cache, or compiled some, and did not say what the passes did, since its counters "
     "(torch._dynamo.utils.counters) were cleared: compile anew with torch._inductor.config.force_disable_caches = True"
 )
+LOST_PLACE = "a place that is not on disk any more"
 NOT_ON_DISK = "not on disk any more: clear Inductor's cache directory to compile anew"
 
 
@@ -59,6 +60,15 @@ class Miss:
 
 
 @dataclass(frozen=True)
+class Move:
+    """A write that stays in place, since reads of what it overwrites were moved in front of it.  Nothing was fused."""
+
+    where: str
+    what: str
+    """The op that writes, and those that read."""
+
+
+@dataclass(frozen=True)
 class GraphReport:
     """What happened to one compiled graph."""
 
@@ -76,6 +86,7 @@ class GraphReport:
     comes with the code; what and where they are, and the reasons, are lost."""
     rules: tuple[str, ...] | None = None
     """Names of the rules that were on; None where nobody said."""
+    moves: tuple[Move, ...] = ()
 
     @property
     def fused(self) -> int:
@@ -83,22 +94,25 @@ class GraphReport:
         return sum(site.status is MatchStatus.FUSED for site in self.sites)
 
     def numbers(self) -> str:
-        """For each rule that was on, how many places had which status; as JSON, to travel with the compiled code."""
+        """For each rule that was on, how many places had which status, and the number of moves; as JSON, to travel with
+        the compiled code."""
         counted = Counter((site.rule, str(site.status)) for site in self.sites)
         rules = dict.fromkeys([*(self.rules or ()), *(rule for rule, _ in counted)])
-        return json.dumps({rule: {status: n for (of, status), n in counted.items() if of == rule} for rule in rules})
+        of_rules = {rule: {status: n for (of, status), n in counted.items() if of == rule} for rule in rules}
+        return json.dumps({"rules": of_rules, "moves": len(self.moves)})
 
     @classmethod
     def from_numbers(cls, graph_id: str, text: str) -> GraphReport:
         """What `numbers` wrote, as the report of a graph from the cache of which no more is known."""
-        counted: dict[str, dict[str, int]] = json.loads(text)
+        data = json.loads(text)
+        counted: dict[str, dict[str, int]] = data["rules"]
         sites = []
         for rule, numbers in counted.items():
             for status, n in numbers.items():
-                reason = "" if status in (MatchStatus.FUSED, MatchStatus.MOVED) else f"the reason is {NOT_ON_DISK}"
-                sites += [Site(rule, MatchStatus(status), reason, "a place that is not on disk any more", "")] * n
-        rules = tuple(rule for rule in counted if rule != MOVES)
-        return cls(graph_id, tuple(sites), from_cache=True, known=False, rules=rules)
+                reason = "" if status == MatchStatus.FUSED else f"the reason is {NOT_ON_DISK}"
+                sites += [Site(rule, MatchStatus(status), reason, LOST_PLACE, "")] * n
+        moves = (Move(LOST_PLACE, ""),) * data["moves"]
+        return cls(graph_id, tuple(sites), from_cache=True, known=False, rules=tuple(counted), moves=moves)
 
     def to_json(self) -> str:
         """All of it as JSON, to be kept beside the compiled code."""
@@ -109,6 +123,8 @@ class GraphReport:
         for site in self.sites:
             reason = f": {site.reason}" if site.reason else ""
             log.debug("%s %s at %s%s", site.status, site.rule, site.where, reason)
+        for move in self.moves:
+            log.debug("moved %s at %s", MOVES, move.where)
         if self.sites:
             cached = " (from cache)" if self.from_cache else ""
             log.info("graph %s%s: %d of %d sites fused", self.graph_id, cached, self.fused, len(self.sites))
@@ -119,6 +135,7 @@ class GraphReport:
         data: dict[str, Any] = json.loads(text)
         data["sites"] = tuple(Site(**s | {"status": MatchStatus(s["status"])}) for s in data["sites"])
         data["misses"] = tuple(Miss(**m) for m in data["misses"])
+        data["moves"] = tuple(Move(**m) for m in data["moves"])
         data["rules"] = None if data["rules"] is None else tuple(data["rules"])
         return cls(**data | {"from_cache": True})
 
@@ -163,6 +180,11 @@ class Report:
         """The sites of all graphs."""
         return tuple(site for graph in self.graphs for site in graph.sites)
 
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """The moves of all graphs."""
+        return tuple(move for graph in self.graphs for move in graph.moves)
+
     def count(self, status: MatchStatus | str = MatchStatus.FUSED, rule: str | None = None) -> int:
         """Number of sites with this status, of all rules or of one.  Raises ValueError for an unknown one."""
         statuses = {str(known) for known in MatchStatus}
@@ -179,7 +201,7 @@ class Report:
         lines = []
         for graph in self.graphs:
             mine = [site for site in graph.sites if site.rule == rule]
-            left = [site for site in mine if site.status not in (MatchStatus.FUSED, MatchStatus.MOVED)]
+            left = [site for site in mine if site.status is not MatchStatus.FUSED]
             lines += [f"{site.where}: {site.status}: {site.reason}" for site in left]
             lines += [f"{miss.where}: {miss.what}: {miss.reason}" for miss in graph.misses]
         return iter(lines)
@@ -195,7 +217,7 @@ class Report:
             return "it was switched off in every graph that was compiled: see `level` and its switch in PassConfig"
         if reasons:
             return "\n  ".join(reasons)
-        if self.count(rule=rule):
+        if self.count(rule=rule) or (rule == MOVES and self.moves):
             return "it was applied at every place that it has"
         lost = "" if all(graph.known for graph in graphs) else f" (what nearly was one is {NOT_ON_DISK})"
         return f"no compiled graph has a place for it{lost}"
@@ -241,6 +263,9 @@ class Report:
                 lines.append(f"  {'':12} at {site.where}")
                 if site.reason:
                     lines.append(f"  {'':12} because {site.reason}")
+            for move in graph.moves:
+                lines.append(f"  {'moved':12} {MOVES}  {move.what}")
+                lines.append(f"  {'':12} at {move.where}")
             for miss in graph.misses:
                 lines.append(f"  {'near miss':12} {miss.what}  at {miss.where}")
                 lines.append(f"  {'':12} because {miss.reason}")

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusion_passes.fusions.output_quant import OutputQuantMatch, check_static
-from fusion_passes.graph.match import Call
+from fusion_passes.fusions.rule import Rule
+from fusion_passes.fusions.static_quant import check_static
+from fusion_passes.graph.functional import call_by_name
+from fusion_passes.graph.match import Call, Match
 from fusion_passes.graph.read import aten, following_views, keeps_order, through_views, value
 from fusion_passes.graph.symbolic import known
 from fusion_passes.graph.views import replay
@@ -37,7 +39,7 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class PagedMatch(OutputQuantMatch):
+class PagedMatch(Match):
     """`views` lead from the attention's output to the match's output, through and behind the quantisation."""
 
     attention: PagedAttention
@@ -49,32 +51,59 @@ class PagedMatch(OutputQuantMatch):
         """The attention."""
         return self.attention.output
 
-    def check(self) -> None:
-        """The op divides its fp32 result by one fp32 scale and saturates."""
-        check_static(self, self.quantize, value(self.attention.query), FP8_DTYPES)
 
-    def check_profit(self) -> None:
+@dataclass(frozen=True)
+class PagedAttentionQuant(Rule[PagedMatch]):
+    """The output of a `PagedAttention` reaches, through views only, a static FP8 quantisation."""
+
+    name = "attention_quant"
+    summary = "paged attention + static FP8 output quantisation"
+
+    def pattern(self, idioms: Idioms) -> Iterator[PagedMatch]:
+        """Every static quantisation whose input is the output of a `PagedAttention`."""
+        for quantize in idioms.of(Quantize):
+            source, before = through_views(quantize.input)
+            attention = _attention(source, idioms)
+            if attention is None:
+                continue
+            behind = following_views(quantize.output)
+            yield PagedMatch(
+                output=behind[-1] if behind else quantize.output,
+                nodes=attention.nodes | quantize.nodes | {*before, *behind},
+                inputs=tuple(n for n in (*attention.inputs, quantize.scale) if n is not None),
+                attention=attention,
+                quantize=quantize,
+                views=(*before, *quantize.views, *behind),
+            )
+
+    def legality(self, m: PagedMatch) -> None:
+        """The op divides its fp32 result by one fp32 scale and saturates."""
+        check_static(m, m.quantize, value(m.attention.query), FP8_DTYPES)
+
+    def profitability(self, m: PagedMatch) -> None:
         """Where it was measured, with the scale as it is."""
-        q = self.quantize
-        self.require(
+        q = m.quantize
+        m.require(
             q.scale is not None and q.scale_factor == 1.0 and not q.inverse,
             "the fused op divides by a scale, and making one of the graph's takes a kernel: nobody measured that",
         )
-        verdict = measured_verdict(value(self.attention.output), value(self.attention.arguments["key_cache"]), "tensor")
-        self.require(verdict.ratio is not None and verdict.ratio >= 1.0, verdict.why)
+        verdict = measured_verdict(value(m.attention.output), value(m.attention.arguments["key_cache"]), "tensor")
+        m.require(verdict.is_faster, verdict.why)
 
-    def replace(self, call: Call) -> Node:
+    def replacement(self, m: PagedMatch, call: Call) -> Node:
         """The attention with an output scale, then the views."""
-        scale = _divisor(self.quantize, value(self.attention.output).device, call)
-        codes = self.attention.with_arguments(call, output_scale=scale, dtype=self.quantize.dtype)
-        return replay(self.views, codes, call)
+        scale = _divisor(m.quantize, value(m.attention.output).device, call)
+        changed = {"output_scale": scale, "dtype": m.quantize.dtype}
+        codes = call_by_name(call, torch.ops.fusion_passes.paged_attention.default, m.attention.arguments | changed)
+        return replay(m.views, codes, call)
 
-    def __str__(self) -> str:
-        return f"{_shape(self.attention)} -> {dtype_name(self.quantize.dtype)}"
+    def describe(self, m: PagedMatch) -> str:
+        """`paged attention bfloat16 [256, 32, 128], cache float8_e4m3fn -> float8_e4m3fn`."""
+        return f"{_shape(m.attention)} -> {dtype_name(m.quantize.dtype)}"
 
 
 @dataclass(frozen=True, eq=False)
-class PagedGroupMatch(OutputQuantMatch):
+class PagedGroupMatch(Match):
     """`before`: the views between the attention and the quantisation."""
 
     attention: PagedAttention
@@ -86,106 +115,96 @@ class PagedGroupMatch(OutputQuantMatch):
         """The attention."""
         return self.attention.output
 
-    def check(self) -> None:
+
+@dataclass(frozen=True)
+class PagedAttentionGroupQuant(Rule[PagedGroupMatch]):
+    """The output of a `PagedAttention` reaches, through views only, a dynamic FP8 quantisation per group."""
+
+    name = "attention_quant"
+    summary = "paged attention + FP8 output quantisation with a scale for each group"
+
+    def pattern(self, idioms: Idioms) -> Iterator[PagedGroupMatch]:
+        """Every dynamic quantisation per group whose input is the output of a `PagedAttention`."""
+        for quantize in idioms.of(GroupQuantize):
+            source, before = through_views(quantize.input)
+            attention = _attention(source, idioms)
+            if attention is None:
+                continue
+            yield PagedGroupMatch(
+                output=quantize.output,
+                nodes=attention.nodes | quantize.nodes | {*before},
+                inputs=attention.inputs,
+                side_outputs=() if quantize.scales is None else (quantize.scales,),
+                attention=attention,
+                quantize=quantize,
+                before=before,
+            )
+
+    def legality(self, m: PagedGroupMatch) -> None:
         """The scales must be those of `quant.choose_scale` with some lower bound, of groups within a head."""
-        q = self.quantize
+        q = m.quantize
         limit = max_value(q.dtype)
-        self.require(
+        m.require(
             q.clamp in (None, (-limit, limit)),
             f"the graph clamps to {q.clamp}, the fused op to the range of {dtype_name(q.dtype)}, ±{limit:g}",
         )
-        output = value(self.attention.output)
-        self.require(
+        output = value(m.attention.output)
+        m.require(
             q.clamp is not None or q.min_scale >= SMALLEST_SCALE or (output.is_cuda and q.dtype is torch.float8_e4m3fn),
             f"without a clamp, and with scales down to {q.min_scale:g}, quotients can be too large; what a cast to "
             f"{dtype_name(q.dtype)} makes of them depends on the torch version on {output.device.type}, the fused op "
             "saturates: clamp before the cast",
         )
-        self.require(
+        m.require(
             0.0 <= q.min_scale < math.inf,
             f"the lower bound of the scales is {q.min_scale:g}; the fused op takes a finite number, 0 or more",
         )
-        self.require(
+        m.require(
             not q.inverse or q.min_scale >= SMALLEST_SCALE * (1.0 - ROUNDING),
             f"the graph multiplies by the reciprocal of scales down to {q.min_scale:g}, which can be infinite: divide "
             f"by the scales, or give them a lower bound of {SMALLEST_SCALE:.3g} or more",
         )
-        self.require(
+        m.require(
             q.max_scale == math.inf, f"a scale is at most {q.max_scale:g} in the graph; the fused op has no such bound"
         )
         head_dim = output.shape[-1]
-        self.require(
+        m.require(
             known(head_dim % q.group_size == 0),
             f"groups of {q.group_size} do not divide a head of {head_dim}",
         )
-        self.require(
-            all(map(keeps_order, self.before)),
+        m.require(
+            all(map(keeps_order, m.before)),
             "the attention's output is transposed before it is quantised; the fused op has groups in its own order",
         )
         if q.scales is not None:
-            self.require(
+            m.require(
                 value(q.scales).dtype is torch.float32,
                 f"the scales are {dtype_name(value(q.scales).dtype)}, in the fused op float32",
             )
             unknown = [size for size in value(q.scales).shape if not isinstance(size, int)]
-            self.require(len(unknown) <= 1, f"several sizes of the scales, {unknown}, are symbolic")
+            m.require(len(unknown) <= 1, f"several sizes of the scales, {unknown}, are symbolic")
 
-    def check_profit(self) -> None:
+    def profitability(self, m: PagedGroupMatch) -> None:
         """Where it was measured."""
-        verdict = measured_verdict(value(self.attention.output), value(self.attention.arguments["key_cache"]), "group")
-        self.require(verdict.ratio is not None and verdict.ratio >= 1.0, verdict.why)
+        verdict = measured_verdict(value(m.attention.output), value(m.attention.arguments["key_cache"]), "group")
+        m.require(verdict.is_faster, verdict.why)
 
-    def replace(self, call: Call) -> Node | tuple[Node, ...]:
+    def replacement(self, m: PagedGroupMatch, call: Call) -> Node | tuple[Node, ...]:
         """The op with two results: codes behind the views, scales in the shape of the graph's."""
-        q = self.quantize
+        q = m.quantize
         op = torch.ops.fusion_passes.paged_attention_group_quant.default
-        options = {"group_size": q.group_size, "scale_lower_bound": _bound(q.min_scale)}
-        both = self.attention.with_arguments(call, op, dtype=q.dtype, **options)
-        codes = replay((*self.before, *q.views), call(operator.getitem, both, 0), call)
+        changed = {"dtype": q.dtype, "group_size": q.group_size, "scale_lower_bound": _bound(q.min_scale)}
+        both = call_by_name(call, op, m.attention.arguments | changed)
+        codes = replay((*m.before, *q.views), call(operator.getitem, both, 0), call)
         if q.scales is None:
             return codes
         shape = [size if isinstance(size, int) else -1 for size in value(q.scales).shape]
         return codes, call(aten.reshape.default, call(operator.getitem, both, 1), shape)
 
-    def __str__(self) -> str:
-        q = self.quantize
-        return f"{_shape(self.attention)} -> {dtype_name(q.dtype)} in groups of {q.group_size}"
-
-
-def paged(idioms: Idioms) -> Iterator[PagedMatch]:
-    """Every static quantisation whose input is the output of a `PagedAttention`."""
-    for quantize in idioms.of(Quantize):
-        source, before = through_views(quantize.input)
-        attention = _attention(source, idioms)
-        if attention is None:
-            continue
-        behind = following_views(quantize.output)
-        yield PagedMatch(
-            output=behind[-1] if behind else quantize.output,
-            nodes=attention.nodes | quantize.nodes | {*before, *behind},
-            inputs=tuple(n for n in (*attention.inputs, quantize.scale) if n is not None),
-            attention=attention,
-            quantize=quantize,
-            views=(*before, *quantize.views, *behind),
-        )
-
-
-def paged_groups(idioms: Idioms) -> Iterator[PagedGroupMatch]:
-    """Every dynamic quantisation per group whose input is the output of a `PagedAttention`."""
-    for quantize in idioms.of(GroupQuantize):
-        source, before = through_views(quantize.input)
-        attention = _attention(source, idioms)
-        if attention is None:
-            continue
-        yield PagedGroupMatch(
-            output=quantize.output,
-            nodes=attention.nodes | quantize.nodes | {*before},
-            inputs=attention.inputs,
-            side_outputs=() if quantize.scales is None else (quantize.scales,),
-            attention=attention,
-            quantize=quantize,
-            before=before,
-        )
+    def describe(self, m: PagedGroupMatch) -> str:
+        """`paged attention bfloat16 [256, 32, 128], cache float8_e4m3fn -> float8_e4m3fn in groups of 128`."""
+        q = m.quantize
+        return f"{_shape(m.attention)} -> {dtype_name(q.dtype)} in groups of {q.group_size}"
 
 
 def _attention(node: Node, idioms: Idioms) -> PagedAttention | None:

@@ -21,6 +21,7 @@ import torch
 from torch.fx import Node
 
 from fusion_passes.fusions.rule import Rule
+from fusion_passes.graph.functional import call_by_name, made_by, op_call, op_name
 from fusion_passes.graph.match import Call, Match
 from fusion_passes.graph.read import (
     aten,
@@ -38,7 +39,6 @@ from fusion_passes.graph.symbolic import known
 from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.opaque import OPAQUE, OpaqueOp
 from fusion_passes.idioms.paged_attention import PagedAttention
-from fusion_passes.idioms.reading import made_by, op_call, op_name
 from fusion_passes.measured.query_quant import verdict as measured_verdict
 from fusion_passes.quant import FP8_DTYPES, dtype_name, max_value
 
@@ -131,7 +131,7 @@ class QueryQuant(Rule[QueryQuantMatch]):
             _is_generated(source), f"the query comes from {origin}, which Inductor does not fuse a quantisation into"
         )
         verdict = measured_verdict(value(m.attention.query), inside=m.by is None)
-        m.require(verdict.ratio is not None and verdict.ratio >= 1.0, verdict.why)
+        m.require(verdict.is_faster, verdict.why)
 
     def replacement(self, m: QueryQuantMatch, call: Call) -> Node:
         """The quantisation in plain torch; where it was in the attention, the attention with FP8 queries."""
@@ -140,7 +140,8 @@ class QueryQuant(Rule[QueryQuantMatch]):
             return _quantized(m.query, m.scale, value(m.output).dtype, m.by, call, packed=packed)
         cache = value(m.attention.arguments["key_cache"])
         codes = _quantized(m.query, m.scale, cache.dtype, OPAQUE["fusion_passes::quantize_fp8"], call, packed=True)
-        return m.attention.with_arguments(call, query=codes, dtype=value(m.output).dtype)
+        changed = {"query": codes, "dtype": value(m.output).dtype}
+        return call_by_name(call, torch.ops.fusion_passes.paged_attention.default, m.attention.arguments | changed)
 
     def explain(self, idioms: Idioms) -> Iterator[NearMiss]:
         """Queries that an op makes of which nobody knows what it computes."""

@@ -27,9 +27,10 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import Node
 
-from fusion_passes.fusions.output_quant import check_static
 from fusion_passes.fusions.rule import Rule
+from fusion_passes.fusions.static_quant import check_static
 from fusion_passes.graph.arguments import arguments, tensor_node
+from fusion_passes.graph.functional import with_same_writes
 from fusion_passes.graph.match import Call, Match
 from fusion_passes.graph.read import (
     COPIES,
@@ -241,7 +242,7 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             cache_dtype=value(m.write.caches[0]).dtype,
             quantized=m.quantize is not None,
         )
-        m.require(verdict.ratio is not None and verdict.ratio >= 1.0, verdict.why)
+        m.require(verdict.is_faster, verdict.why)
         m.require(
             not m.is_copied,
             "the graph has the query's heads before its tokens in memory: the fused op's result would be copied, which "
@@ -252,8 +253,9 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
         """The op, functional as the write was; the query in the graph's layout; the caches."""
         q = m.quantize
         cos, sin, positions = _tables(m.rope, m.head, _found_or_added(m, call))
-        fused = call(
-            m.write.wrapper,
+        fused = with_same_writes(
+            m.write.output,
+            call,
             torch.ops.fusion_passes.rope_quant_kv_write.default,
             query=_token_major(m.query, m.head, call),
             key=_token_major(m.rope, m.head, call),
@@ -270,7 +272,6 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             q_scale_factor=1.0 if q is None else q.scale_factor,
             q_scale_inverse=q is not None and q.inverse,
             dtype=value(m.output).dtype,
-            **m.write.cache_arguments,
         )
         out = _as_in_graph(m.query, m.head, call(operator.getitem, fused, 0), call)
         out = _in_layout(value(m.output), replay(m.views, out, call), call)

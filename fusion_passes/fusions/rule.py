@@ -16,10 +16,10 @@ from __future__ import annotations
 import enum
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from torch.fx import Node
 
@@ -35,8 +35,6 @@ class MatchStatus(enum.StrEnum):
     FUSED = "fused"
     ILLEGAL = "illegal"
     UNPROFITABLE = "unprofitable"
-    MOVED = "moved"
-    """Nothing was fused: a write stays in place, since reads of what it overwrites come before it now."""
 
 
 class Level(enum.IntEnum):
@@ -102,12 +100,41 @@ class Rule(ABC, Generic[M]):
         once for each state."""
         return []
 
-    def __init_subclass__(cls, **kwargs: object) -> None:
+    def __init_subclass__(cls, *, whole: bool = True, **kwargs: object) -> None:
+        """whole: False for a base class of rules."""
         super().__init_subclass__(**kwargs)
-        if any(getattr(cls, method) is getattr(Rule, method) for method in ("pattern", "replacement")):
+        if not whole or any(getattr(cls, method) is getattr(Rule, method) for method in ("pattern", "replacement")):
             return  # not a whole rule yet
         for attribute in ("name", "summary"):
             bases = (base for base in cls.__mro__ if base not in (Rule, object))
             as_field = any(attribute in inspect.get_annotations(base) for base in bases)
             if not as_field and not isinstance(getattr(cls, attribute, None), str):
                 raise TypeError(f"{cls.__name__} needs a class attribute {attribute!r}: a string, for the report")
+
+
+@dataclass(frozen=True)
+class Alternatives(Rule[Match], whole=False):
+    """Several rules behind one switch.  Each has a kind of match of its own, and decides about those."""
+
+    rules: ClassVar[Mapping[type[Match], Rule[Any]]]
+
+    def pattern(self, idioms: Idioms) -> Iterator[Match]:
+        """What each of the rules finds."""
+        for rule in self.rules.values():
+            yield from rule.pattern(idioms)
+
+    def legality(self, m: Match) -> None:
+        """As the match's rule says."""
+        self.rules[type(m)].legality(m)
+
+    def profitability(self, m: Match) -> None:
+        """As the match's rule says."""
+        self.rules[type(m)].profitability(m)
+
+    def replacement(self, m: Match, call: Call) -> Node | tuple[Node, ...]:
+        """As the match's rule says."""
+        return self.rules[type(m)].replacement(m, call)
+
+    def describe(self, m: Match) -> str:
+        """As the match's rule says."""
+        return self.rules[type(m)].describe(m)

@@ -21,7 +21,8 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fusion_passes.graph.read import META_ONLY, aten, calls, is_functionalized, is_view, mutated_nodes, storage_root
+from fusion_passes.graph.functional import schema_name, written_tensor, written_tensors
+from fusion_passes.graph.read import META_ONLY, aten, calls, is_view, mutated_nodes, storage_root
 
 _SCATTERS = frozenset(
     {
@@ -48,15 +49,9 @@ def overwritten(node: Node) -> tuple[Node, ...]:
     """
     if node.op != "call_function" or calls(node, aten.copy_.default):
         return ()
-    name = getattr(node.target, "__name__", "")
-    if is_functionalized(node):
-        return tuple(_bases(node))
-    if name == "triton_kernel_wrapper_functional":
-        given, cloned = node.kwargs["kwargs"], node.kwargs["tensors_to_clone"]
-        return tuple(x for key in cloned if isinstance(x := given[key], Node))  # type: ignore[union-attr, index]
-    if getattr(getattr(node.target, "_schema", None), "name", "") in _SCATTERS:
+    if schema_name(node) in _SCATTERS:
         return tuple(node.all_input_nodes[:1])
-    return tuple(mutated_nodes(node))
+    return (*written_tensors(node), *mutated_nodes(node))
 
 
 def memory(node: Node) -> Node:
@@ -69,7 +64,9 @@ def memory(node: Node) -> Node:
 
 def _shares_with(node: Node) -> Node | None:
     """A node above that `node` shares memory with, or may come to; None where it has memory of its own."""
-    if (written := _written_tensor(node)) is not None:
+    if calls(node, aten.copy_.default) or schema_name(node) in _SCATTERS:
+        return node.all_input_nodes[0]
+    if (written := written_tensor(node)) is not None:
         return written
     root = storage_root(node)
     return None if root is node else root
@@ -82,37 +79,6 @@ def source_of(node: Node) -> Node:
         if source.target is not operator.getitem and not (is_view(source) and source.all_input_nodes):
             return source
         node = source.all_input_nodes[0]
-
-
-def _bases(write: Node) -> list[Node]:
-    """The tensors that a functionalised op writes to, in the order in which it returns their new values."""
-    bases = write.kwargs.get("_all_bases")
-    if isinstance(bases, (list, tuple)):
-        return [base for base in bases if isinstance(base, Node)]
-    schema = write.args[0]._schema  # type: ignore[union-attr]
-    written = [write.kwargs.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [base for base in written if isinstance(base, Node)]
-
-
-def _written_tensor(node: Node) -> Node | None:
-    """The tensor whose new value `node` is; None where it is no result of a write."""
-    if calls(node, aten.copy_.default):
-        return node.all_input_nodes[0]
-    if getattr(getattr(node.target, "_schema", None), "name", "") in _SCATTERS and node.op == "call_function":
-        return node.all_input_nodes[0]
-    if node.target is not operator.getitem:
-        return None
-    call, index = node.args
-    if not isinstance(call, Node):
-        return None
-    if getattr(call.target, "__name__", "") == "triton_kernel_wrapper_functional":
-        x = call.kwargs["kwargs"][index]  # type: ignore[index]
-        return x if isinstance(x, Node) else None
-    if not is_functionalized(call) or not isinstance(index, int):
-        return None
-    place = index - max(len(call.args[0]._schema.returns), 1)  # type: ignore[union-attr]
-    bases = _bases(call)
-    return bases[place] if 0 <= place < len(bases) else None
 
 
 class Effects:
@@ -130,7 +96,7 @@ class Effects:
         self._writes: dict[Node, int] = {}
         self._bits: dict[Node, int] = {}
         self._reads: dict[Node, int] = {}
-        self._copies: list[Node] = []
+        self._copies: dict[Node, None] = {}
         self._add(graph.nodes)
 
     def replaced(self, old: Iterable[Node], new: Iterable[Node], results: Iterable[Node]) -> None:
@@ -156,8 +122,8 @@ class Effects:
 
     def _add(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
-            if calls(node, aten.copy_.default) and node not in self._copies:
-                self._copies.append(node)
+            if calls(node, aten.copy_.default):
+                self._copies[node] = None
             for tensor in overwritten(node):
                 bit = self._bits.setdefault(self._root(tensor), 1 << len(self._bits))
                 self._writes[node] = self._writes.get(node, 0) | bit
@@ -246,10 +212,11 @@ class Effects:
         """A `copy_` to some of this memory of what is computed from it, in one kernel: `s.copy_(s.flip(0))`.  Once a
         write before it is in place, the kernel reads what it has overwritten; a copy for another reason hides that."""
         for node in self._copies:
-            onto, source = node.all_input_nodes[:2] if len(node.all_input_nodes) > 1 else (node, node)
-            bit = self._bits.get(self._root(onto), 0) & bits
-            if bit and self._root(source) is not self._root(onto) and self.reads(source) & bit:
-                return node
+            onto, source = node.args[:2]
+            if isinstance(onto, Node) and isinstance(source, Node):
+                bit = self._bits.get(self._root(onto), 0) & bits
+                if bit and self._root(source) is not self._root(onto) and self.reads(source) & bit:
+                    return node
         return None
 
     def _uses(self, node: Node, leaving: frozenset[Node]) -> Iterator[Node]:

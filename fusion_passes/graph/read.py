@@ -238,20 +238,18 @@ def _is_kept_for_backward(node: Node, output: Node) -> bool:
 
 def storage_root(node: Node) -> Node:
     """The node whose memory `node` may share: walks up through ops that can return a view."""
-    while True:
-        target = node.target
-        if calls(node, *COPIES) or node.op != "call_function" or not node.all_input_nodes:
-            return node
-        schema = getattr(target, "_schema", None)
-        aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
-        if not (aliases or is_view(node) or getattr(target, "__name__", "") == "getitem"):
-            return node
+    while may_be_view(node):
         node = node.all_input_nodes[0]
+    return node
 
 
-def is_functionalized(node: Node) -> bool:
-    """True for the wrapper around an op that writes to its arguments."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "").startswith("auto_functionalized")
+def may_be_view(node: Node) -> bool:
+    """True for an op whose result may share memory with its first input, and for one of several results."""
+    if calls(node, *COPIES) or node.op != "call_function" or not node.all_input_nodes:
+        return False
+    schema = getattr(node.target, "_schema", None)
+    aliases = schema is not None and any(result.alias_info is not None for result in schema.returns)
+    return aliases or node.target is operator.getitem or is_view(node)
 
 
 def mutated_nodes(node: Node) -> Iterator[Node]:

@@ -13,6 +13,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
 from fusion_passes.graph.effects import Effects, source_of
+from fusion_passes.graph.functional import fake_result
 from fusion_passes.graph.match import DeclinedError, Match
 from fusion_passes.graph.read import (
     META_ONLY,
@@ -64,7 +65,7 @@ class Insertion:
             raise DeclinedError("this graph carries no fake tensors, so shapes cannot be checked")
         fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         with mode:
-            node.meta["val"] = _value(target, fake_args, fake_kwargs)
+            node.meta["val"] = fake_result(target, fake_args, fake_kwargs)
         node.meta["eager_input_vals"] = (fake_args, fake_kwargs)
         node.meta.update({key: self.output.meta[key] for key in PROVENANCE if key in self.output.meta})
         return node
@@ -83,24 +84,6 @@ class Insertion:
         for node in reversed(self._added):
             self.graph.erase_node(node)
         self._added.clear()
-
-
-def _value(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call gives, on fake tensors.
-
-    The wrapper around an op that writes gives the op's result and then copies of the tensors, as they are written.
-    Where each is written as a whole, that is known without running the wrapper, which takes most of the time.  They are
-    new memory: Inductor writes in place only where nothing that shares memory with the old tensor is read later."""
-    bases = kwargs.get("_all_bases")
-    given = {name: x for name, x in kwargs.items() if not name.startswith("_")}
-    index = {name: x for name, x in kwargs.items() if name.startswith("_") and name != "_all_bases"}
-    if bases is None or not all(name.endswith("_base_index") and isinstance(x, int) for name, x in index.items()):
-        return target(*args, **kwargs)
-    written = {name.removeprefix("_").removesuffix("_base_index"): bases[x] for name, x in index.items()}
-    with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(bases)):
-        result = args[0](**given, **written)
-    copies = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in bases)
-    return (*result, *copies) if isinstance(result, tuple) else (result, *copies)
 
 
 def check_readers(m: Match) -> None:
@@ -140,14 +123,13 @@ def check_order(m: Match, new: Mapping[Node, Node], insertion: Insertion, effect
         return
     # An output that Inductor inlines is computed where it is used, not where it stands.
     ends = (effects.last_use(output) for output, result in new.items() if effects.inlined(source_of(result)))
-    end = max(ends, default=last)
+    end = max((last, *ends))
     firsts = _first_readers(m)
     for node in {*m.inputs, *insertion.reads()}:
         first = firsts.get(node, min(m.nodes))
-        if (writer := _written_between([node], first, max(last, end), m, effects)) is not None:
+        if (writer := _written_between([node], first, end, m, effects)) is not None:
             raise DeclinedError(
-                f"{writer.name} ({target_name(writer)}) writes to an input between {first.name} and "
-                f"{max(last, end).name}"
+                f"{writer.name} ({target_name(writer)}) writes to an input between {first.name} and {end.name}"
             )
     overwrites = effects.writes(m.nodes)
     if overwrites and (reader := effects.pending(overwrites, last, leaving=m.nodes, behind=early)) is not None:

@@ -11,22 +11,48 @@ A chain is read as a grammar over `graph.steps`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from torch.fx import Graph
 
 from fusion_passes.idioms import attention, attention_math, group_quantize, kv_cache, paged_attention, quantize, rope
-from fusion_passes.idioms.idiom import Idiom, Idioms, NearMiss
+from fusion_passes.idioms.attention import Attention
+from fusion_passes.idioms.group_quantize import GroupQuantize
+from fusion_passes.idioms.idiom import Idiom, Idioms, NearMiss, Reader
+from fusion_passes.idioms.kv_cache import KVCacheWrite
+from fusion_passes.idioms.paged_attention import PagedAttention
+from fusion_passes.idioms.quantize import Quantize
+from fusion_passes.idioms.rope import Rope
 
 __all__ = ["Idiom", "Idioms", "NearMiss", "recognize"]
 
 
 def recognize(graph: Graph) -> Idioms:
-    """All idioms of a post-grad graph.  The graph is not changed."""
-    items: list[Idiom | NearMiss] = [*attention.recognize(graph), *attention_math.recognize(graph)]
-    items += [*paged_attention.recognize(graph), *rope.recognize(graph), *kv_cache.recognize(graph)]
-    dynamic = list(group_quantize.recognize(graph))
+    """The idioms of a post-grad graph, all of them read.  The graph is not changed."""
+    idioms = Idioms(graph, READERS)
+    for kind in READERS:
+        idioms.items(kind)
+    return idioms
+
+
+def _attention(idioms: Idioms) -> Iterator[Idiom | NearMiss]:
+    yield from attention.recognize(idioms.graph)
+    yield from attention_math.recognize(idioms.graph)
+
+
+def _quantize(idioms: Idioms) -> Iterator[Idiom | NearMiss]:
+    """Of what is a dynamic quantisation, or nearly one, nothing more is said."""
+    dynamic = idioms.items(GroupQuantize)
     told = {item.output if isinstance(item, Idiom) else item.node for item in dynamic}
-    items += [*dynamic, *quantize.recognize(graph, apart_from=told)]
-    found = [item for item in items if isinstance(item, Idiom)]
-    near_misses = [item for item in items if isinstance(item, NearMiss)]
-    found.sort(key=lambda idiom: idiom.output)
-    return Idioms(graph, found, near_misses)
+    return quantize.recognize(idioms.graph, apart_from=told)
+
+
+READERS: Mapping[type[Idiom], Reader] = {
+    Attention: _attention,
+    PagedAttention: lambda idioms: paged_attention.recognize(idioms.graph),
+    Rope: lambda idioms: rope.recognize(idioms.graph),
+    KVCacheWrite: lambda idioms: kv_cache.recognize(idioms.graph),
+    GroupQuantize: lambda idioms: group_quantize.recognize(idioms.graph),
+    Quantize: _quantize,
+}
+"""What finds the idioms of each kind."""

@@ -12,13 +12,14 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 
 from fusion_passes.graph.arguments import arguments, number
+from fusion_passes.graph.functional import op_name, schema_name
 from fusion_passes.graph.read import argument, aten, calls, is_tensor, same_shape, value
 from fusion_passes.graph.steps import constant
 from fusion_passes.graph.symbolic import known
 from fusion_passes.idioms.attention_mask import Mask
 from fusion_passes.idioms.idiom import Idiom, NearMiss
 from fusion_passes.idioms.kv_heads import unexpand
-from fusion_passes.idioms.reading import Unread, is_4d, is_start, op_name, read_all, schema_name, show
+from fusion_passes.idioms.reading import Unread, is_4d, is_start, read_all, show
 from fusion_passes.reference import attention as attention_reference
 
 BACKENDS = {

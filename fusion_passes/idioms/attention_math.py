@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion_passes.graph.arguments import arguments, operands, tensor_node
+from fusion_passes.graph.functional import op_name, schema_name
 from fusion_passes.graph.read import (
     argument,
     aten,
@@ -31,16 +32,7 @@ from fusion_passes.idioms.attention import Attention
 from fusion_passes.idioms.attention_mask import Mask, inverted, where_parts
 from fusion_passes.idioms.idiom import NearMiss
 from fusion_passes.idioms.kv_heads import broadcast_heads, repeated_from, unexpand
-from fusion_passes.idioms.reading import (
-    Unread,
-    ancestors,
-    is_4d,
-    op_name,
-    read_all,
-    reduced_along_last,
-    schema_name,
-    shape_of,
-)
+from fusion_passes.idioms.reading import Unread, ancestors, is_4d, read_all, reduced_along_last, shape_of
 
 
 def recognize(graph: Graph) -> Iterator[Attention | NearMiss]:

@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 
 from fusion_passes import quant
 from fusion_passes.graph.arguments import arguments, number, operands, tensor_node
+from fusion_passes.graph.functional import made_by, op_call, op_name
 from fusion_passes.graph.read import CASTS, aten, calls, is_high_precision, is_tensor, same_shape, value
 from fusion_passes.graph.steps import (
     DIVISIONS,
@@ -43,7 +44,7 @@ from fusion_passes.graph.steps import (
 )
 from fusion_passes.graph.symbolic import known
 from fusion_passes.idioms.idiom import Idiom, NearMiss
-from fusion_passes.idioms.reading import Unread, depends_on, made_by, op_call, op_name, read_all, show
+from fusion_passes.idioms.reading import Unread, depends_on, read_all, show
 from fusion_passes.quant import FP8_DTYPES, dtype_name
 
 OPAQUE = "fusion_passes::quantize_fp8_dynamic"

@@ -1,24 +1,18 @@
-"""KVCacheWrite: `kv_cache_write` in a functional graph, where it returns the caches as they are afterwards.
-
-A post-grad graph has a mutating op wrapped in `auto_functionalized` (both versions are read).  Inductor unwraps it, and
-writes in place where nothing needs the caches as they were.
-"""
+"""KVCacheWrite: `kv_cache_write` in a functional graph, where it returns the caches as they are afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
+from fusion_passes.graph.functional import arguments_of, schema_name, schema_of, written_tensors
 from fusion_passes.graph.read import is_tensor
 from fusion_passes.idioms.idiom import Idiom, NearMiss
 from fusion_passes.idioms.reading import Unread, read_all
 
 OP = "fusion_passes::kv_cache_write"
-CACHES = ("key_cache", "value_cache")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +22,7 @@ class KVCacheWrite(Idiom):
     output: the call, a tuple; written: what it says of the caches afterwards, as far as the graph uses it: the key's
         (1), the value's (2), both (1, 2 may be one where they share memory).
     key, value: [tokens, kv_heads, head_dim].  k_scale, v_scale: None where there is none.
-    caches: the tensors in which the caches lie; cache_arguments: the wrapper's arguments that say where.
-    wrapper: the higher-order op.
+    caches: the tensors in which the caches lie.
     """
 
     key: Node
@@ -38,8 +31,6 @@ class KVCacheWrite(Idiom):
     k_scale: Node | None
     v_scale: Node | None
     caches: tuple[Node, ...]
-    cache_arguments: Mapping[str, Any]
-    wrapper: Callable[..., Any]
     written: Mapping[int, Node]
 
     @property
@@ -55,31 +46,23 @@ def recognize(graph: Graph) -> Iterator[KVCacheWrite | NearMiss]:
 
 
 def _read(node: Node) -> KVCacheWrite | None:
-    higher = torch.ops.higher_order
-    wrappers = (higher.auto_functionalized_v2, higher.auto_functionalized)
-    if node.target not in wrappers:
-        if getattr(getattr(node.target, "_schema", None), "name", "") == OP:
-            raise Unread(node, "the graph writes to the cache in place already, so its order is not to be read from it")
+    if schema_name(node) == OP:
+        raise Unread(node, "the graph writes to the cache in place already, so its order is not to be read from it")
+    schema = schema_of(node)
+    if schema is None or schema.name != OP:
         return None
-    if getattr(getattr(node.args[0], "_schema", None), "name", "") != OP:
-        return None
-    tensors = {name: node.kwargs.get(name) for name in ("key", "value", "slot_mapping", "k_scale", "v_scale")}
+    arguments = arguments_of(node)
+    tensors = {name: arguments[name] for name in ("key", "value", "slot_mapping", "k_scale", "v_scale")}
     for name, x in tensors.items():
         if not is_tensor(x) and (x is not None or not name.endswith("scale")):
             raise Unread(node, f"{name} is no tensor of this graph")
-    cache_arguments = {name: x for name, x in node.kwargs.items() if name not in tensors}
-    bases = node.kwargs.get("_all_bases") or [node.kwargs.get(name) for name in CACHES]
-    assert isinstance(bases, (list, tuple))
-    caches = tuple(x for x in bases if isinstance(x, Node))
     written = {user.args[1]: user for user in node.users}
     if len(written) != len(node.users) or not all(isinstance(i, int) and i > 0 for i in written):
         raise Unread(node, "what it returns is used in an unusual way")
     return KVCacheWrite(
         output=node,
         nodes=frozenset({node, *node.users}),
-        caches=caches,
-        cache_arguments=cache_arguments,
-        wrapper=node.target,
+        caches=written_tensors(node),
         written=written,  # type: ignore[arg-type]
         **tensors,  # type: ignore[arg-type]
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fusion_passes.graph.arguments import operands, tensor_node
+from fusion_passes.graph.functional import OpCall, op_call
 from fusion_passes.graph.read import (
     CASTS,
     calls,
@@ -50,7 +51,7 @@ from fusion_passes.graph.steps import (
 )
 from fusion_passes.idioms.idiom import Idiom, NearMiss
 from fusion_passes.idioms.opaque import OPAQUE, OpaqueOp
-from fusion_passes.idioms.reading import OpCall, Unread, depends_on, op_call, read_all, shape_of, show
+from fusion_passes.idioms.reading import Unread, depends_on, read_all, shape_of, show
 from fusion_passes.quant import FP8_DTYPES, dtype_name, max_value
 
 QUANTIZED_DECOMPOSED = "quantized_decomposed::quantize_per_tensor"

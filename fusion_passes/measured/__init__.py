@@ -38,6 +38,11 @@ class Verdict:
     ratio: float | None
     why: str
 
+    @property
+    def is_faster(self) -> bool:
+        """True where it was measured, and the fused op was not slower."""
+        return self.ratio is not None and self.ratio >= 1.0
+
 
 @dataclass(frozen=True)
 class Card:

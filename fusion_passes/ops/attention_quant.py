@@ -8,6 +8,7 @@ What no kernel supports runs all the same: on copies that one does, or by scaled
 """
 
 import dataclasses
+import functools
 from dataclasses import KW_ONLY, dataclass
 from types import ModuleType
 
@@ -324,21 +325,20 @@ def plain(a: AttentionQuantArguments) -> Tensor:
         return saturate(out * by if a.output_scale_inverse else out / by, a.dtype)
 
 
-_decided: dict[tuple[object, ...], tuple[_Way, ...]] = {}
+@functools.lru_cache(MAX_DECISIONS)
+def _decided(signature: tuple[object, ...]) -> list[tuple[_Way, ...]]:
+    """The place for what is decided about calls with this signature."""
+    return []
 
 
 def _ways(a: AttentionQuantArguments) -> tuple[_Way, ...]:
     """Validate a call and find the kernels that can run it, best first; remembered by all that this looks at, since a
     call that launches a kernel of some microseconds must not spend more on questions."""
-    signature = a.signature
-    ways = _decided.get(signature)
-    if ways is None:
+    decided = _decided(a.signature)
+    if not decided:
         a.validate()
-        ways = _find_ways(a)
-        if len(_decided) >= MAX_DECISIONS:
-            _decided.clear()
-        _decided[signature] = ways
-    return ways
+        decided.append(_find_ways(a))
+    return decided[0]
 
 
 def _find_ways(a: AttentionQuantArguments) -> tuple[_Way, ...]:

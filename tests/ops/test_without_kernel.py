@@ -1,6 +1,7 @@
 """What an op does where its kernel cannot run: it runs all the same, says so once, and asks the device nothing."""
 
 import contextlib
+import functools
 import importlib
 import logging
 from types import ModuleType
@@ -66,10 +67,11 @@ def card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(support, "_told", set())
     monkeypatch.setattr(support, "_failed", {})
-    monkeypatch.setattr(OP, "_decided", {})
-    WRITE._why_no_kernel.cache_clear()
+    for remembered in (OP._decided, WRITE._why_no_kernel):
+        remembered.cache_clear()
     yield made
-    WRITE._why_no_kernel.cache_clear()
+    for remembered in (OP._decided, WRITE._why_no_kernel):
+        remembered.cache_clear()
 
 
 def attend(*tensors, **options):
@@ -349,3 +351,13 @@ def test_a_cuda_graph_takes_the_way_without_a_kernel(head_dim):
     else:
         want = attention_quant(*(x.contiguous() for x in tensors), None, scale, is_causal=True)
     assert same(out, want)
+
+
+def test_decisions_that_are_asked_for_are_kept(card, monkeypatch):
+    """Of so many signatures, the one that was not asked for longest is forgotten first."""
+    asked = []
+    monkeypatch.setattr(OP, "_decided", functools.lru_cache(2)(OP._decided.__wrapped__))
+    monkeypatch.setattr(OP, "_find_ways", lambda a: asked.append(a.query.shape[2]) or (a.query.shape[2],))
+    for length in (1, 2, 1, 3, 1, 2):
+        assert OP._ways(OP.AttentionQuantArguments(*qkv(length))) == (length,)
+    assert asked == [1, 2, 3, 2]

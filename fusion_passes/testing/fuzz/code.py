@@ -142,7 +142,7 @@ class _Comparison:
         except Exception as error:
             raise Fault("does not run", f"{type(error).__name__}: {error}") from error
         self.applied = Counter(site.rule for site in report.sites if site.status is MatchStatus.FUSED)
-        self.moved = report.count(MatchStatus.MOVED)
+        self.moved = len(report.moves)
         for site in report.sites:
             if site.reason.startswith("the rule failed"):
                 raise Fault("a rule failed", f"{site.rule}: {site.reason}")

@@ -98,7 +98,7 @@ class Traced:
         _rewrite(fused, report, in_place_writes)
         _check_nodes(self.graph, fused, report)
         applied = Counter(site.rule for site in report.sites if site.status is MatchStatus.FUSED)
-        moved = report.count(MatchStatus.MOVED)
+        moved = len(report.moves)
         if applied or moved:
             exact = applied.keys() <= BITWISE
             for n in self.sizes:
@@ -166,7 +166,7 @@ def _rewrite(graph: Graph, report: Report, in_place_writes: bool) -> None:
 
 def _check_nodes(stock: Graph, fused: Graph, report: Report) -> None:
     """What was not fused is the same, node for node, and the results have the form that they had."""
-    if not report.count() and not report.count(MatchStatus.MOVED):
+    if not report.count() and not report.moves:
         if testing.print_graph(stock) != testing.print_graph(fused):
             raise Fault("another graph", "nothing was fused, and the graph is another one")
         return

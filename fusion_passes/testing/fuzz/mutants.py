@@ -18,7 +18,8 @@ from unittest import mock
 import torch
 from torch.fx import Graph, Node
 
-from fusion_passes.graph.read import aten, calls, is_functionalized, is_tensor, prims, value
+from fusion_passes.graph.functional import is_functionalized
+from fusion_passes.graph.read import aten, calls, is_tensor, prims, value
 
 PACKAGE = "fusion_passes."
 
@@ -103,12 +104,12 @@ def _without_argument(name: str, instead: Any = None) -> Callable[[ExitStack], N
     """A fused paged attention that loses an argument of the graph's."""
 
     def plant(stack: ExitStack) -> None:
-        right = _old("idioms.paged_attention:PagedAttention:with_arguments")
+        right = _old("graph.functional:call_by_name")
 
-        def wrong(self: Any, call: Any, op: Any = None, **changed: Any) -> Any:
-            return right(self, call, op, **{name: instead, **changed})
+        def wrong(call: Any, op: Any, arguments: Any) -> Any:
+            return right(call, op, {**arguments, name: instead})
 
-        _set(stack, "idioms.paged_attention:PagedAttention:with_arguments", wrong)
+        _everywhere("call_by_name", wrong)(stack)
 
     return plant
 

@@ -1,36 +1,16 @@
-"""What the kinds of `attention_quant` share: what its rule asks of a match, and the static quantisation."""
+"""What several rules ask of a static quantisation."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
-from fusion_passes.graph.match import Call, Match
+from fusion_passes.graph.match import Match
 from fusion_passes.graph.read import value
 from fusion_passes.idioms.quantize import Quantize
 from fusion_passes.quant import dtype_name, max_value
-
-
-@dataclass(frozen=True, eq=False)
-class OutputQuantMatch(Match, ABC):
-    """An attention whose output is quantised.  `str` is the place in a few words, for the report."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Decline where the fused op would not compute what the graph computes."""
-
-    @abstractmethod
-    def check_profit(self) -> None:
-        """Decline where the fused op was not measured to be faster."""
-
-    @abstractmethod
-    def replace(self, call: Call) -> Node | tuple[Node, ...]:
-        """Build the nodes that take over the outputs."""
 
 
 def check_static(m: Match, q: Quantize, query: Tensor, dtypes: Collection[torch.dtype]) -> None:
