@@ -45,6 +45,9 @@ CLAMPS: dict[object, tuple[str | None, str | None]] = {
 }
 """The names of the arguments that are the lower and the upper bound, where the op has one."""
 
+POWERS: dict[object, float] = {aten.reciprocal.default: -1.0, aten.sqrt.default: 0.5, aten.rsqrt.default: -0.5}
+"""The exponents of ops that have no argument for it."""
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
@@ -130,6 +133,20 @@ class Inverse(Elementwise):
     by: float
 
 
+@dataclass(frozen=True, eq=False)
+class Shifted(Elementwise):
+    """The operand plus the number `by`."""
+
+    by: float
+
+
+@dataclass(frozen=True, eq=False)
+class Power(Elementwise):
+    """The operand to the power `exponent`: a square, a root, or 1 over a root.  1 over the operand is an `Inverse`."""
+
+    exponent: float
+
+
 def step(node: Node) -> Step | None:
     """What a node makes of one tensor; None where it is no such step, or says more than a step holds."""
     if is_view(node) and node.all_input_nodes:
@@ -155,6 +172,11 @@ def top(steps: list[Step], node: Node) -> Node:
 def views_among(steps: list[Step]) -> tuple[Node, ...]:
     """The views among steps that lead up, in graph order; what changes nothing is left out."""
     return tuple(taken.node for taken in reversed(steps) if isinstance(taken, View) and not is_noop(taken.node))
+
+
+def source(node: Node, *kinds: type[Step]) -> Node:
+    """What `node` is made of by steps of these kinds; itself where it is made by none."""
+    return top(up(node, *kinds), node)
 
 
 def clamped_before(bounds: tuple[float, float], low: float, high: float) -> tuple[float, float]:
@@ -304,10 +326,12 @@ def _clamp(node: Node) -> Clamp | None:
     return Clamp(node, operand, bounds[0] if low is not None else None, bounds[-1] if high is not None else None)
 
 
-def _scaled(node: Node) -> Scaled | Inverse | None:
+def _scaled(node: Node) -> Scaled | Inverse | Power | None:
     both = operands(node, *DIVISIONS, *MULTIPLICATIONS)
     if both is None:
         return None
+    if both[0] is both[1] and is_tensor(both[0]):
+        return Power(node, both[0], 2.0) if calls(node, *MULTIPLICATIONS) else None
     for operand, other in (both, both[::-1]):
         by = constant(other)
         if by is None or by == 0.0 or not math.isfinite(by) or not is_tensor(operand):
@@ -318,20 +342,32 @@ def _scaled(node: Node) -> Scaled | Inverse | None:
     return None
 
 
-def _inverse(node: Node) -> Inverse | None:
-    said = arguments(node, "self") if calls(node, aten.reciprocal.default) else arguments(node, "self", "exponent")
+def _shifted(node: Node) -> Shifted | None:
+    both = operands(node, aten.add.Tensor, aten.add.Scalar)
+    for x, other in () if both is None else (both, both[::-1]):
+        operand, by = tensor_node(x), constant(other)
+        if operand is not None and by is not None:
+            return Shifted(node, operand, by)
+    return None
+
+
+def _power(node: Node) -> Power | Inverse | None:
+    said = arguments(node, "self", *(("exponent",) if node.target is aten.pow.Tensor_Scalar else ()))
     operand = None if said is None else tensor_node(said[0])
-    if said is None or operand is None or (len(said) == 2 and number(said[1]) != -1.0):
+    exponent = POWERS.get(node.target) or (None if said is None else number(said[1]))
+    if operand is None or exponent is None:
         return None
-    return Inverse(node, operand, 1.0)
+    return Inverse(node, operand, 1.0) if exponent == -1.0 else Power(node, operand, exponent)
 
 
 _OF_ONE: dict[object, type[Step]] = {aten.round.default: Round, aten.abs.default: Abs}
 
 _READERS: dict[object, Callable[[Node], Step | None]] = {
     aten.expand.default: _expand,
-    aten.reciprocal.default: _inverse,
-    aten.pow.Tensor_Scalar: _inverse,
+    aten.add.Tensor: _shifted,
+    aten.add.Scalar: _shifted,
+    aten.pow.Tensor_Scalar: _power,
+    **dict.fromkeys(POWERS, _power),
     **dict.fromkeys(_OF_ONE, _of_one),
     **dict.fromkeys(CASTS, _cast),
     **dict.fromkeys(CLAMPS, _clamp),

@@ -14,9 +14,11 @@ from fusion_passes.graph.steps import (
     Expand,
     Inverse,
     OrderedView,
+    Power,
     Round,
     RoundingCast,
     Scaled,
+    Shifted,
     View,
     clamped_before,
     is_scalar,
@@ -138,7 +140,6 @@ def test_a_number_over_the_operand():
         found = step(node)
         assert isinstance(found, Inverse)
         assert (found.by, found.operand.op) == (by, "placeholder")
-    assert step(node_of(aten.pow.Tensor_Scalar, x(), 2)) is None
 
 
 @pytest.mark.parametrize(
@@ -249,3 +250,40 @@ def test_what_is_no_scalar():
     assert not is_scalar(last(lambda x: x * 2, x()))
     assert not is_scalar(last(lambda i: i * 2, torch.tensor(3)))
     assert not is_scalar(True)
+
+
+POWERS = {
+    "square": (lambda x: x.square(), 2.0),
+    "times itself": (lambda x: x * x, 2.0),
+    "root": (lambda x: x.sqrt(), 0.5),
+    "power of a half": (lambda x: x**0.5, 0.5),
+    "one over the root": (lambda x: x.rsqrt(), -0.5),
+    "negative power": (lambda x: x**-0.5, -0.5),
+}
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_powers(name):
+    fn, exponent = POWERS[name]
+    found = step(last(fn, x()))
+    assert isinstance(found, Power)
+    assert (found.exponent, found.operand.op) == (exponent, "placeholder")
+
+
+def test_a_quotient_of_one_tensor_is_no_power():
+    node = node_of(aten.abs.default, x())
+    assert step(node_of(aten.div.Tensor, node, node)) is None
+    assert isinstance(step(node_of(aten.mul.Tensor, node, node)), Power)
+
+
+def test_a_power_that_is_no_number():
+    assert step(node_of(aten.pow.Tensor_Tensor, x(), x())) is None
+
+
+def test_a_number_added():
+    for node in (node_of(aten.add.Tensor, x(), 2.5), node_of(aten.add.Scalar, x(), 2.5), last(lambda x: 2.5 + x, x())):
+        found = step(node)
+        assert isinstance(found, Shifted)
+        assert found.by == 2.5
+    assert step(node_of(aten.add.Tensor, x(), 2.5, alpha=2)) is None
+    assert step(node_of(aten.add.Tensor, x(), x())) is None
