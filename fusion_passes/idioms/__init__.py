@@ -15,13 +15,23 @@ from collections.abc import Iterator, Mapping
 
 from torch.fx import Graph
 
-from fusion_passes.idioms import attention, attention_math, group_quantize, kv_cache, paged_attention, quantize, rope
+from fusion_passes.idioms import (
+    attention,
+    attention_math,
+    group_quantize,
+    kv_cache,
+    paged_attention,
+    quantize,
+    rms_norm,
+    rope,
+)
 from fusion_passes.idioms.attention import Attention
 from fusion_passes.idioms.group_quantize import GroupQuantize
 from fusion_passes.idioms.idiom import Idiom, Idioms, NearMiss, Reader
 from fusion_passes.idioms.kv_cache import KVCacheWrite
 from fusion_passes.idioms.paged_attention import PagedAttention
 from fusion_passes.idioms.quantize import Quantize
+from fusion_passes.idioms.rms_norm import RMSNorm
 from fusion_passes.idioms.rope import Rope
 
 __all__ = ["Idiom", "Idioms", "NearMiss", "recognize"]
@@ -52,6 +62,7 @@ READERS: Mapping[type[Idiom], Reader] = {
     PagedAttention: lambda idioms: paged_attention.recognize(idioms.graph),
     Rope: lambda idioms: rope.recognize(idioms.graph),
     KVCacheWrite: lambda idioms: kv_cache.recognize(idioms.graph),
+    RMSNorm: lambda idioms: rms_norm.recognize(idioms.graph),
     GroupQuantize: lambda idioms: group_quantize.recognize(idioms.graph),
     Quantize: _quantize,
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from fusion_passes.idioms import opaque, rope
 from fusion_passes.idioms.quantize import QUANTIZED_DECOMPOSED
-from fusion_passes.idioms.spellings import attention, group_quantize, quantize
+from fusion_passes.idioms.spellings import attention, group_quantize, quantize, rms_norm
 
 INTRODUCTION = """\
 # Spellings
@@ -34,6 +34,7 @@ SECTIONS: tuple[tuple[str, str, Mapping[str, Callable[..., Any]]], ...] = (
         rope.SPELLINGS,
     ),
     ("Static per-tensor quantisation", "`x [tokens, hidden]`, `scale` with one element.", quantize.SPELLINGS),
+    ("RMSNorm", "`x [..., hidden]`, `weight [hidden]`.", rms_norm.SPELLINGS),
     (
         "Dynamic quantisation per group",
         "`x [tokens, hidden]`; codes and scales of groups of 32.",

@@ -21,6 +21,7 @@ from fusion_passes.idioms import Idiom, recognize
 from fusion_passes.idioms.attention import Attention
 from fusion_passes.idioms.group_quantize import GroupQuantize
 from fusion_passes.idioms.quantize import Quantize
+from fusion_passes.idioms.rms_norm import RMSNorm
 from fusion_passes.idioms.rope import Rope
 from fusion_passes.quant import codes
 from fusion_passes.testing import INPUTS, _OnCPU
@@ -40,7 +41,8 @@ NEIGHBOURS = (
     (aten.logical_and, aten.logical_or, aten.bitwise_and, aten.bitwise_or),
     (aten.round, aten.floor),
     (aten.max, aten.min),
-    (aten.reciprocal, aten.neg, aten.abs, aten.exp, aten.logical_not),
+    (aten.reciprocal, aten.neg, aten.abs, aten.exp, aten.logical_not, aten.rsqrt, aten.sqrt),
+    (aten.mean, aten.sum),
 )
 """Ops with the same arguments and another result."""
 
@@ -319,6 +321,13 @@ def _difference(program: Program, idiom: Idiom) -> str:
             if held.shape != scales.shape or not torch.allclose(held, scales, rtol=1e-2, atol=0.0, equal_nan=True):
                 return f"its scales are {held}, not {scales}"
         return _codes_differ(_behind(want, idiom.views, values), got)
+    if isinstance(idiom, RMSNorm):
+        want = idiom.reference(*(values[x] for x in idiom.inputs))
+        if (want.dtype, want.shape) != (got.dtype, got.shape):
+            return f"it is {want.dtype} {list(want.shape)}, not {got.dtype} {list(got.shape)}"
+        ulp = torch.finfo(got.dtype).eps  # a sum in another order may round to the other side
+        close = torch.isclose(want.float(), got.float(), rtol=max(1e-5, 1.01 * ulp), atol=1e-6, equal_nan=True)
+        return "" if bool(close.all()) else f"off by {float((want - got).abs().max()):g}"
     if isinstance(idiom, (Attention, Rope)):
         if not all(bool(values[x].isfinite().all()) for x in idiom.inputs[:3]):
             return ""  # in what becomes of NaN and infinity, torch's own attention ops differ

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fusion_passes.idioms import recognize, rope
-from fusion_passes.idioms.spellings import attention, group_quantize, quantize
+from fusion_passes.idioms.spellings import attention, group_quantize, quantize, rms_norm
 from fusion_passes.ops.quantize import quantize_fp8
 from fusion_passes.testing import capture, capture_cuda
 from tests.idioms.perturbed import Program, judged, path, perturbations, wrong
@@ -116,3 +116,11 @@ def test_rope(name):
     x = torch.randn(SIZE, SIZE, 2 * SIZE)
     (graph,) = capture(rope.SPELLINGS[name], x, torch.randn(SIZE, half), torch.randn(SIZE, half))
     assert_read_right(graph, 40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", rms_norm.SPELLINGS)
+def test_rms_norm(name, dtype):
+    x, weight = (torch.randn(SIZE, SIZE) * 3).to(dtype), torch.randn(SIZE).to(dtype)
+    (graph,) = capture(rms_norm.SPELLINGS[name], x, weight)
+    assert_read_right(graph, 20)
