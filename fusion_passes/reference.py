@@ -238,6 +238,16 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, rotary_dim: int, interleaved: b
     return torch.cat((turned * cos + other * sin, rest), -1)
 
 
+def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float, weight_offset: float = 0.0) -> Tensor:
+    """``x * (mean(x ** 2) + eps) ** -0.5 * (weight + weight_offset)`` over the last dimension, in fp32.
+
+    x: [..., hidden]. weight: [hidden], or with ones in front; None: 1, whatever the offset.
+    """
+    x = x.float()
+    y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return y if weight is None else y * (weight.float().reshape(-1) + weight_offset)
+
+
 def _of_each_dimension(x: Tensor, rotary_dim: int, interleaved: bool) -> Tensor:
     if x.shape[-1] == rotary_dim:
         return x

@@ -13,6 +13,7 @@ from fusion_passes.ops.kv_cache_write import kv_cache_write
 from fusion_passes.ops.paged_attention import paged_attention, paged_attention_group_quant
 from fusion_passes.ops.quantize import quantize_fp8
 from fusion_passes.ops.quantize_dynamic import quantize_fp8_dynamic
+from fusion_passes.ops.rms_norm_quant import rms_norm_group_quant, rms_norm_quant
 from fusion_passes.ops.rope_quant_kv_write import rope_quant_kv_write
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "paged_attention_group_quant",
     "quantize_fp8",
     "quantize_fp8_dynamic",
+    "rms_norm_group_quant",
+    "rms_norm_quant",
     "rope_quant_kv_write",
 ]
 

@@ -39,6 +39,14 @@ SCHEMAS = {
         "(Tensor x, *, ScalarType dtype, str granularity, SymInt? group_size=None, float? scale_upper_bound=None, "
         "float? scale_lower_bound=None) -> (Tensor, Tensor)"
     ),
+    "rms_norm_group_quant": (
+        "(Tensor x, Tensor? weight=None, *, float eps, float weight_offset=0., int group_size, "
+        "float? scale_lower_bound=None, float? scale_upper_bound=None, ScalarType dtype) -> (Tensor, Tensor)"
+    ),
+    "rms_norm_quant": (
+        "(Tensor x, Tensor? weight=None, Tensor? scale=None, *, float eps, float weight_offset=0., "
+        "float scale_factor=1., bool scale_inverse=False, ScalarType dtype) -> Tensor"
+    ),
     "rope_quant_kv_write": (
         "(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor? positions, Tensor(a!) key_cache, "
         "Tensor(b!) value_cache, Tensor slot_mapping, Tensor? q_scale=None, Tensor? k_scale=None, "
