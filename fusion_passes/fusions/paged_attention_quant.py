@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from fusion_passes.fusions.dynamic_quant import check_dynamic, lower_bound, scales_of
 from fusion_passes.fusions.rule import Rule
 from fusion_passes.fusions.static_quant import check_static
 from fusion_passes.graph.functional import call_by_name
@@ -32,10 +33,7 @@ from fusion_passes.idioms.group_quantize import GroupQuantize
 from fusion_passes.idioms.paged_attention import PagedAttention
 from fusion_passes.idioms.quantize import Quantize
 from fusion_passes.measured.paged_attention_quant import verdict as measured_verdict
-from fusion_passes.quant import FP8_DTYPES, SMALLEST_SCALE, dtype_name, max_value
-
-ROUNDING = 1e-6
-"""Of a bound that is computed from constants."""
+from fusion_passes.quant import FP8_DTYPES, dtype_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,28 +140,8 @@ class PagedAttentionGroupQuant(Rule[PagedGroupMatch]):
 
     def legality(self, m: PagedGroupMatch) -> None:
         """The scales must be those of `quant.choose_scale` with some lower bound, of groups within a head."""
-        q = m.quantize
-        limit = max_value(q.dtype)
-        m.require(
-            q.clamp in (None, (-limit, limit)),
-            f"the graph clamps to {q.clamp}, the fused op to the range of {dtype_name(q.dtype)}, ±{limit:g}",
-        )
-        output = value(m.attention.output)
-        m.require(
-            q.clamp is not None or q.min_scale >= SMALLEST_SCALE or (output.is_cuda and q.dtype is torch.float8_e4m3fn),
-            f"without a clamp, and with scales down to {q.min_scale:g}, quotients can be too large; what a cast to "
-            f"{dtype_name(q.dtype)} makes of them depends on the torch version on {output.device.type}, the fused op "
-            "saturates: clamp before the cast",
-        )
-        m.require(
-            0.0 <= q.min_scale < math.inf,
-            f"the lower bound of the scales is {q.min_scale:g}; the fused op takes a finite number, 0 or more",
-        )
-        m.require(
-            not q.inverse or q.min_scale >= SMALLEST_SCALE * (1.0 - ROUNDING),
-            f"the graph multiplies by the reciprocal of scales down to {q.min_scale:g}, which can be infinite: divide "
-            f"by the scales, or give them a lower bound of {SMALLEST_SCALE:.3g} or more",
-        )
+        q, output = m.quantize, value(m.attention.output)
+        check_dynamic(m, q, output)
         m.require(
             q.max_scale == math.inf, f"a scale is at most {q.max_scale:g} in the graph; the fused op has no such bound"
         )
@@ -176,13 +154,6 @@ class PagedAttentionGroupQuant(Rule[PagedGroupMatch]):
             all(map(keeps_order, m.before)),
             "the attention's output is transposed before it is quantised; the fused op has groups in its own order",
         )
-        if q.scales is not None:
-            m.require(
-                value(q.scales).dtype is torch.float32,
-                f"the scales are {dtype_name(value(q.scales).dtype)}, in the fused op float32",
-            )
-            unknown = [size for size in value(q.scales).shape if not isinstance(size, int)]
-            m.require(len(unknown) <= 1, f"several sizes of the scales, {unknown}, are symbolic")
 
     def profitability(self, m: PagedGroupMatch) -> None:
         """Where it was measured."""
@@ -193,13 +164,10 @@ class PagedAttentionGroupQuant(Rule[PagedGroupMatch]):
         """The op with two results: codes behind the views, scales in the shape of the graph's."""
         q = m.quantize
         op = torch.ops.fusion_passes.paged_attention_group_quant.default
-        changed = {"dtype": q.dtype, "group_size": q.group_size, "scale_lower_bound": _bound(q.min_scale)}
+        changed = {"dtype": q.dtype, "group_size": q.group_size, "scale_lower_bound": lower_bound(q)}
         both = call_by_name(call, op, m.attention.arguments | changed)
         codes = replay((*m.before, *q.views), call(operator.getitem, both, 0), call)
-        if q.scales is None:
-            return codes
-        shape = [size if isinstance(size, int) else -1 for size in value(q.scales).shape]
-        return codes, call(aten.reshape.default, call(operator.getitem, both, 1), shape)
+        return codes if q.scales is None else (codes, scales_of(q, call(operator.getitem, both, 1), call))
 
     def describe(self, m: PagedGroupMatch) -> str:
         """`paged attention bfloat16 [256, 32, 128], cache float8_e4m3fn -> float8_e4m3fn in groups of 128`."""
@@ -211,11 +179,6 @@ def _attention(node: Node, idioms: Idioms) -> PagedAttention | None:
     """The attention whose output the node is, in high precision."""
     attention = idioms.at(node, PagedAttention)
     return None if attention is None or value(node).dtype in FP8_DTYPES else attention
-
-
-def _bound(min_scale: float) -> float | None:
-    """The lower bound as an argument of the op; the default where it is that, but for the rounding of constants."""
-    return None if math.isclose(min_scale, SMALLEST_SCALE, rel_tol=ROUNDING) else min_scale
 
 
 def _divisor(q: Quantize, device: torch.device, call: Call) -> Node:

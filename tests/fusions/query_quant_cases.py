@@ -104,7 +104,7 @@ FUSED = (
     case("opaque op", opaque),
     case("torchao's op", torchao, prepare=torchao_op),
     case("a norm", before=norm),
-    case("opaque op on a norm", opaque, before=norm, dtype=torch.float16),
+    case("opaque op on RoPE of a norm", opaque, before=lambda x: rope(norm(x)), dtype=torch.float16),
     case("opaque op on strided memory", opaque, before=lambda x: x * 1.5, strided=True),
     case("strided", before=lambda x: x, strided=True),
     case("opaque op with views", flat),
