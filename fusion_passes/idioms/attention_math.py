@@ -441,7 +441,7 @@ class _Math:
 
 
 def _if_padded(node: Node) -> str:
-    """What to do where `node` fills up a matrix for a product, or cuts the result, as Inductor does by a measurement."""
+    """What to do where `node` fills up a matrix for a product, or cuts the result, as Inductor may."""
     cut = calls(node, aten.slice.Tensor) and tensor_node(node.args[0])
     product = cut if isinstance(cut, Node) and _is_product(cut) else None
     if calls(node, aten.constant_pad_nd.default) or (
