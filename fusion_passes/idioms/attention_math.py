@@ -37,7 +37,47 @@ from fusion_passes.idioms.reading import Unread, ancestors, is_4d, read_all, red
 
 def recognize(graph: Graph) -> Iterator[Attention | NearMiss]:
     """The attention that the graph spells out, and what only looks like it.  Never raises."""
-    return read_all(graph, "attention", lambda node: _read(node) if calls(node, aten.bmm.default) else None)
+    return read_all(graph, "attention", _read_node)
+
+
+def _read_node(node: Node) -> Attention | None:
+    if _is_product(node):
+        return _read(node)
+    left = _left_of_summed(node)
+    if left is not None and _Math(node).softmax(left) is not None:
+        raise Unread(
+            node,
+            "looks like attention of one query, but Inductor computes its product as a multiplication and a sum: "
+            "torch._inductor.config.coordinate_descent_tuning = False keeps the product",
+        )
+    return None
+
+
+def _is_product(node: object) -> bool:
+    """True for a product of two batches of matrices, also of a batch of one, which Inductor makes a product of two
+    matrices on a GPU."""
+    if calls(node, aten.bmm.default):
+        return True
+    return (
+        isinstance(node, Node)
+        and calls(node, aten.mm.default)
+        and all(calls(source, aten.squeeze.dim) and value(source.args[0]).ndim == 3 for source in node.args[:2])
+        and all(calls(user, aten.unsqueeze.default) for user in node.users)
+    )
+
+
+def _left_of_summed(node: Node) -> Node | None:
+    """The left side [batch, 1, n] of `(left.unsqueeze(-1) * right.unsqueeze(1)).sum(2)`, which Inductor makes of a
+    product with one row where it tunes by coordinate descent; None for anything else."""
+    said = arguments(node, "self", "dim", "keepdim") if calls(node, aten.sum.dim_IntList) else None
+    if said is None or tensor_node(said[0]) is None or value(said[0]).ndim != 4 or said[1:] != ([2], False):
+        return None
+    for left in operands(said[0], aten.mul.Tensor) or ():
+        while is_cast(left):
+            left = left.all_input_nodes[0]
+        if calls(left, aten.unsqueeze.default) and same_shape(value(left).shape[3:], [1]):
+            return tensor_node(left.args[0])
+    return None
 
 
 def _read(product: Node) -> Attention | None:
@@ -88,7 +128,9 @@ class _Math:
         if scores is None and _has_softmax_above(node):
             what = "a view that is not read" if is_view(node) else op_name(node)
             what = "dropout" if _drops_out(node) else what
-            raise Unread(node, f"looks like attention, but the softmax passes through {what} ({node.name})")
+            raise Unread(
+                node, f"looks like attention, but the softmax passes through {what} ({node.name}){_if_padded(node)}"
+            )
         return scores
 
     def _softmax_op(self, node: Node) -> Node | None:
@@ -212,7 +254,7 @@ class _Math:
         while True:
             node = self.up(node)
             self.nodes.add(node)
-            if calls(node, aten.bmm.default):
+            if _is_product(node):
                 self.score_product = node
                 return
             if (added := operands(node, aten.add.Tensor)) is not None:
@@ -224,7 +266,11 @@ class _Math:
                 self.factor *= times
                 self.scaled = True
             else:
-                raise Unread(node, f"looks like attention, but the scores pass through {op_name(node)} ({node.name})")
+                raise Unread(
+                    node,
+                    f"looks like attention, but the scores pass through {op_name(node)} ({node.name})"
+                    f"{_if_padded(node)}",
+                )
 
     def _added(self, node: Node, left: object, right: object) -> Node:
         """`scores + mask`: the scores."""
@@ -386,6 +432,17 @@ class _Math:
             )
 
 
+def _if_padded(node: Node) -> str:
+    """What to do where `node` fills up a matrix for a product, or cuts the result, as Inductor may."""
+    cut = calls(node, aten.slice.Tensor) and tensor_node(node.args[0])
+    product = cut if isinstance(cut, Node) and _is_product(cut) else None
+    if calls(node, aten.constant_pad_nd.default) or (
+        product is not None and any(calls(x, aten.constant_pad_nd.default) for x in product.all_input_nodes)
+    ):
+        return ": where Inductor padded the product, torch._inductor.config.shape_padding = False keeps it as it is"
+    return ""
+
+
 def _judged_rows(node: Node, passed: set[Node]) -> Node | None:
     """The scores of which `node` says in order, for each row, whether all are -inf; None for anything else.
     passed: what leads to them is added."""
@@ -494,7 +551,7 @@ def _leads_to_product(arg: object) -> bool:
         if not isinstance(node, Node) or node in seen:
             continue
         seen.add(node)
-        if calls(node, aten.bmm.default):
+        if _is_product(node):
             return True
         tensors = [x for x in node.all_input_nodes if is_tensor(x)]
         combines = calls(node, aten.add.Tensor, *MULTIPLICATIONS, *DIVISIONS) or where_parts(node) is not None

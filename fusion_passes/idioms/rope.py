@@ -187,7 +187,9 @@ def _may_be(node: Node) -> bool:
 
 def _joins_pairs(node: Node) -> bool:
     """True for a reshape that makes the last dimension of others, as of pairs that lie side by side."""
-    return calls(node, *RESHAPES) and not known(value(node).shape[-1] == value(node.all_input_nodes[0]).shape[-1])
+    if not calls(node, *RESHAPES):
+        return False
+    return not same_shape(value(node).shape[-1:], value(node.all_input_nodes[0]).shape[-1:])
 
 
 def _below_casts(node: object, *also: object) -> object:

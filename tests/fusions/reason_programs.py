@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
@@ -240,6 +241,25 @@ def one_head_of_keys(q, k, v, m):
     return torch.bmm(probabilities.view(-1, 24, 24), v).view(2, 4, 24, 16).to(BF16)
 
 
+def one_query(tuned=True):
+    """A step of decoding, with what `mode="max-autotune"` does to its products."""
+    q, k, v = qkv(head_dim=64)
+    with inductor_config.patch(coordinate_descent_tuning=tuned):
+        return dense(attend=by_hand, operands=[q[:, :, :1], k, v], more=(mask()[:1],), on=cuda)
+
+
+def padded(q, k, v, m):
+    """The second product with 8 more keys, as Inductor does it on a GPU where it is faster."""
+    probabilities = torch.softmax((scores(q, k) + m).float(), -1).to(v.dtype)
+    return F.pad(probabilities, (0, 8)) @ F.pad(v, (0, 0, 0, 8))
+
+
+def cut(q, k, v, m):
+    """The first product with 8 more keys, which are cut off again."""
+    product = torch.bmm(q.flatten(0, 1), F.pad(k.flatten(0, 1).mT, (0, 8)))[..., : k.shape[2]]
+    return softmax(product.view(*q.shape[:3], -1) * 0.25 + m, v)
+
+
 def with_argument(of, limit):
     """What is told of an op that quantises and has an argument that the table does not name."""
     with mock.patch.dict(OPAQUE, {"fusion_passes_reasons::saturate": OpaqueOp("x", "scale")}):
@@ -447,6 +467,13 @@ DENSE: tuple[Shown, ...] = (
     ("looks like attention of [2, 4, 24, 16], [2, 1, 24, 16] and [2, 4, 24, 16], which do not fit each other: give key "
      "and value as many heads",
      lambda: dense(attend=one_head_of_keys, operands=[qkv()[0], qkv(kv_heads=1)[1], qkv()[2]], more=(mask(),))),
+    ("looks like attention of one query, but Inductor computes its product as a multiplication and a sum: "
+     "torch._inductor.config.coordinate_descent_tuning = False keeps the product", one_query),
+    ("looks like attention, but the softmax passes through aten.constant_pad_nd (…): where Inductor padded the "
+     "product, torch._inductor.config.shape_padding = False keeps it as it is",
+     lambda: dense(attend=padded, more=(mask(),))),
+    ("looks like attention, but the scores pass through aten.slice (…): where Inductor padded the product, "
+     "torch._inductor.config.shape_padding = False keeps it as it is", lambda: dense(attend=cut, more=(mask(),))),
     ("quantises arg0_1, which is not a high-precision floating-point tensor",
      lambda: cpu(lambda x: saturate(x / (x.abs().amax(-1, keepdim=True) / 448.0)), torch.randint(1, 9, (4, 32)))),
     ("quantises arg0_1, which is not a high-precision floating-point tensor",
@@ -1064,6 +1091,10 @@ BASES: dict[str, Callable[[], str]] = {
     "dense": dense,
     "on CUDA": lambda: wide(64),
     "by hand": lambda: dense(attend=by_hand, more=(mask(),)),
+    "by hand, one head, on CUDA": lambda: dense(
+        attend=by_hand, operands=[x[:1, :1] for x in qkv(head_dim=64)], more=(mask(),), on=cuda
+    ),
+    "by hand, one query, on CUDA": lambda: one_query(tuned=False),
     "query": lambda: query(lambda x, q: quantize_fp8(x, q, E4M3)),
     "groups": lambda: grouped(lambda m: m / 448.0),
     "rope": step,
