@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fusion_passes.graph.symbolic import known
+from fusion_passes.graph.symbolic import known, same
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -113,7 +113,7 @@ def argument(node: Node, position: int, name: str, default: object = None) -> ob
 def same_shape(a: Iterable[int | torch.SymInt], b: Iterable[int | torch.SymInt]) -> bool:
     """True where two shapes (or stride tuples) are provably equal."""
     a, b = tuple(a), tuple(b)
-    return len(a) == len(b) and all(known(x == y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(map(same, a, b))
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
