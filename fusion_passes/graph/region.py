@@ -184,16 +184,27 @@ class Region:
         kept = same_shape(self.outer(source), self.outer(node))
         return source if kept and math.prod(self.inner(source)) == math.prod(self.inner(node)) else None
 
+    def repeated_from(self, node: Node) -> Node | None:
+        """The tensor of which a node has every element, some of them several times."""
+        expands = calls(node, aten.expand.default)
+        repeats = calls(node, aten.repeat.default) and len(node.all_input_nodes) == 1
+        source = node.args[0] if expands or repeats else None
+        if not (isinstance(source, Node) and self._is_in(source) and self._is_in(node)):
+            return None
+        fits = expands or same_shape(self.outer(source), self.outer(node))
+        return source if fits and value(source).ndim == value(node).ndim else None
+
+    def rearranged_from(self, node: Node) -> Node | None:
+        """The tensor of which a node has elements, in other places, and nothing else."""
+        return self.picked_from(node) or self.reshaped_from(node) or self.repeated_from(node)
+
     def _operands(self, node: Node) -> tuple[Node, ...]:
         """The tensors that a step is made of; none where a node is no step."""
-        source = self.picked_from(node) or self.reshaped_from(node)
-        if source is not None:
+        if (source := self.rearranged_from(node)) is not None:
             return (source,)
         inputs = tuple(node.all_input_nodes)
         if not self._is_in(node) or node.op != "call_function" or not inputs:
             return ()
-        if calls(node, aten.expand.default):
-            return inputs[:1] if self._is_in(inputs[0]) and value(inputs[0]).ndim == value(node).ndim else ()
         if calls(node, aten.cat.default):
             return inputs if all(map(self._is_in, inputs)) and self._moves_inner(node, node) else ()
         if not all(map(_is_precise, (node, *inputs))):

@@ -49,7 +49,8 @@ class Table:
 
     def of(self, source: Tensor) -> Tensor:
         """The columns, from the value of the source."""
-        x = torch.view_as_real(source).flatten(-2) if source.is_complex() else source.flatten(-self.inner)
+        parts = torch.view_as_real(source) if source.is_complex() else source
+        x = parts.flatten(-self.inner - source.is_complex())
         return x[..., self.start : self.start + self.width * self.step : self.step]
 
     def same(self, other: Table) -> bool:
