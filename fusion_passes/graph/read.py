@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,12 +196,12 @@ def through_views(node: Node) -> tuple[Node, tuple[Node, ...]]:
     return node, tuple(reversed(path))
 
 
-def following_views(node: Node) -> tuple[Node, ...]:
-    """The views that come after `node`, as long as each is the only user of the one before."""
+def following_views(node: Node, also: Callable[[Node], bool] = lambda node: False) -> tuple[Node, ...]:
+    """The views that come after `node`, as long as each is the only user of the one before; and what else is passed."""
     path: list[Node] = []
     while len(node.users) == 1:
         (user,) = node.users
-        if not is_view(user):
+        if not (is_view(user) or also(user)):
             break
         path.append(user)
         node = user

@@ -52,6 +52,8 @@ MAX_STEPS = 64
 """Of a region."""
 MAX_WEIGHT = 4
 """All |c| of a number of the result together."""
+MAX_PAIRS = 256
+"""Of nodes to compare, to see whether two tables are computed alike."""
 MAX_CONSTANTS = 200
 """Nodes on the way to a constant."""
 MAX_CONSTANT_BYTES = 2**31
@@ -64,7 +66,7 @@ _SHAPES = frozenset(
 )
 """Views that leave element n at place n."""
 _PICKS = frozenset({aten.slice.Tensor, aten.select.int, *SPLITS})
-_CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
+CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
 _PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 _UNARY = frozenset({aten.neg.default, aten.view_as_real.default, aten.view_as_complex.default})
@@ -216,6 +218,8 @@ class Region:
     def program(self, x: Node) -> Linear:
         """How the result is computed from x, which becomes an end.  Raises NotLinear where it is not, or the region is
         too large."""
+        if value(x).is_complex():
+            raise NotLinear
         self.ends.setdefault(x, x)
         made_of_x = self._made_of(x)
         steps: list[Leaf | Instruction] = []
@@ -280,7 +284,7 @@ class Region:
         split = _split_of(node)
         part: Any = node.args[1] if split is not None else None
         call = split or node
-        if calls(call, aten.expand.default, *_SHAPES, *_CASTS):
+        if calls(call, aten.expand.default, *_SHAPES, *CASTS):
             return Instruction(call.target, tuple(refs.values()), (), None, self.inner(node))  # `inner` says the rest
         args, kwargs = map_arg((call.args, call.kwargs), refs.__getitem__)  # type: ignore[arg-type]
         return Instruction(call.target, args, tuple(sorted(kwargs.items())), part, self.inner(node))
@@ -302,6 +306,37 @@ class Region:
         return isinstance(dim, int) and self.before <= dim % rank < rank - self.after
 
 
+def computed_alike(a: object, b: object) -> bool:
+    """True where two arguments are equal, or computed from equal ones by the same ops: a table is often prepared once
+    for the query and once for the key.  Each pair is looked at once, by however many ways the graph leads to it."""
+    pending: list[tuple[object, object]] = [(a, b)]
+    seen: set[tuple[Node, Node]] = set()
+    while pending:
+        a, b = pending.pop()
+        if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+            if len(a) != len(b):
+                return False
+            pending += zip(a, b, strict=True)
+        elif not isinstance(a, Node) or not isinstance(b, Node) or a is b:
+            if a is not b and not (type(a) is type(b) and a == b):
+                return False
+        elif (a, b) not in seen:
+            seen.add((a, b))
+            if len(seen) > MAX_PAIRS or not _same_op(a, b):
+                return False
+            pending.append((a.args, b.args))
+            pending += ((a.kwargs[name], b.kwargs[name]) for name in a.kwargs)
+    return True
+
+
+def _same_op(a: Node, b: Node) -> bool:
+    """True where two calls with equal arguments have equal results."""
+    if a.op != "call_function" or a.target is not b.target or a.kwargs.keys() != b.kwargs.keys() or a.is_impure():
+        return False
+    tags = a.target.tags if getattr(a.target, "_schema", None) is not None else ()  # type: ignore[union-attr]
+    return torch.Tag.nondeterministic_seeded not in tags
+
+
 def _split_of(node: Node) -> Node | None:
     """The call of which a node is one part."""
     split = node.args[0] if node.target is operator.getitem else None
@@ -317,7 +352,7 @@ def _is_precise(node: Node) -> bool:
 def _is_cast(node: Node) -> bool:
     source = node.all_input_nodes[0]
     real = not value(node).is_complex() and not value(source).is_complex()
-    return calls(node, *_CASTS) and real and value(node).device == value(source).device
+    return calls(node, *CASTS) and real and value(node).device == value(source).device
 
 
 def _is_plain(node: Node) -> bool:
@@ -393,7 +428,7 @@ def _execute(program: Program, units: Tensor, tables: Iterator[Tensor]) -> Tenso
             made.append(_complex(x.reshape(*shape, 2)) if step.is_complex else x.reshape(shape))
             continue
         args = map_aggregate(step.args, lambda arg: made[arg.step] if isinstance(arg, Ref) else arg)
-        if step.target in _CASTS:
+        if step.target in CASTS:
             made.append(args[0])
         elif step.target in _SHAPES:
             made.append(args[0].reshape(shape))

@@ -12,53 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from fusion_passes import reference
 from fusion_passes.graph.arguments import operands
+from fusion_passes.graph.layout import Table
 from fusion_passes.graph.read import RESHAPES, VIEWS, aten, calls, is_high_precision, is_view, value
-from fusion_passes.graph.region import MAX_STEPS, NotLinear, Program, Region, Term, run
+from fusion_passes.graph.region import MAX_STEPS, NotLinear, Program, Region, Term, computed_alike, run
 from fusion_passes.graph.steps import is_cast, is_exact_cast
 from fusion_passes.graph.symbolic import fixed, known
 from fusion_passes.idioms.idiom import Idiom, NearMiss
 from fusion_passes.idioms.reading import Unread, read_all
 from fusion_passes.idioms.spellings.rope import SPELLINGS as SPELLINGS
-
-MAX_PAIRS = 256
-"""Of nodes to compare, to see whether two tables are computed alike."""
-
-
-@dataclass(frozen=True, eq=False)
-class Table:
-    """Cosines or sines: some columns of a tensor that has one row for all heads of a token.
-
-    source: [..., columns], which broadcasts to tokens and heads of x as torch does: it may have fewer dimensions.  A
-        complex one counts as having the real and the imaginary part of each number in two columns, side by side.
-    start, width, step: the columns: `rotary_dim`, one for each dimension, or half of that, one for each pair; the
-        distance between two of them is step.
-    inner: of the source's dimensions, how many hold the columns, flattened (a table of pairs has two).
-    """
-
-    source: Node
-    start: int
-    width: int
-    step: int = 1
-    inner: int = 1
-
-    def of(self, source: Tensor) -> Tensor:
-        """The columns, from the value of the source."""
-        parts = torch.view_as_real(source) if source.is_complex() else source
-        x = parts.flatten(-self.inner - source.is_complex())
-        return x[..., self.start : self.start + self.width * self.step : self.step]
-
-    def same(self, other: Table) -> bool:
-        """True where both hold the same numbers: the same columns of one tensor, or of two computed alike."""
-        columns = (self.start, self.width, self.step, self.inner)
-        return columns == (other.start, other.width, other.step, other.inner) and _computed_alike(
-            self.source, other.source
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,42 +47,16 @@ class Rope(Idiom):
         """The tensors that it reads."""
         return (self.x, self.cos.source, self.sin.source)
 
+    def turns_as(self, other: Rope) -> bool:
+        """True where both turn by the same angles, whatever they turn."""
+        kinds = (self.rotary_dim, self.interleaved) == (other.rotary_dim, other.interleaved)
+        return kinds and self.cos.same(other.cos) and self.sin.same(other.sin)
+
     def reference(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """What it computes, in fp32, from the values of x and of the tables' sources."""
         return reference.rope(
             x, self.cos.of(cos), self.sin.of(sin), rotary_dim=self.rotary_dim, interleaved=self.interleaved
         )
-
-
-def _computed_alike(a: object, b: object) -> bool:
-    """True where two arguments are equal, or computed from equal ones by the same ops: a table is often prepared once
-    for the query and once for the key.  Each pair is looked at once, by however many ways the graph leads to it."""
-    pending: list[tuple[object, object]] = [(a, b)]
-    seen: set[tuple[Node, Node]] = set()
-    while pending:
-        a, b = pending.pop()
-        if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-            if len(a) != len(b):
-                return False
-            pending += zip(a, b, strict=True)
-        elif not isinstance(a, Node) or not isinstance(b, Node) or a is b:
-            if a is not b and not (type(a) is type(b) and a == b):
-                return False
-        elif (a, b) not in seen:
-            seen.add((a, b))
-            if len(seen) > MAX_PAIRS or not _same_op(a, b):
-                return False
-            pending.append((a.args, b.args))
-            pending += ((a.kwargs[name], b.kwargs[name]) for name in a.kwargs)
-    return True
-
-
-def _same_op(a: Node, b: Node) -> bool:
-    """True where two calls with equal arguments have equal results."""
-    if a.op != "call_function" or a.target is not b.target or a.kwargs.keys() != b.kwargs.keys() or a.is_impure():
-        return False
-    tags = a.target.tags if getattr(a.target, "_schema", None) is not None else ()  # type: ignore[union-attr]
-    return torch.Tag.nondeterministic_seeded not in tags
 
 
 def recognize(graph: Graph) -> Iterator[Rope | NearMiss]:
@@ -175,7 +115,7 @@ def _find_ends(region: Region) -> None:
             above.append(up)
         end = next((x for x in reversed(above) if _is_like(x, region)), above[-1])
         # One tensor may be computed twice: for each half, behind a write to what it is a view of.
-        region.ends[end] = next((other for other in region.ends.values() if _computed_alike(end, other)), end)
+        region.ends[end] = next((other for other in region.ends.values() if computed_alike(end, other)), end)
 
 
 def _above(node: Node, region: Region) -> Node | None:
