@@ -250,7 +250,7 @@ class Region:
             if not operands:
                 return leaf(node, rank)
             if node not in places:
-                refs = {x: Ref(visit(x, self._rank(node if is_arithmetic else x))) for x in operands}
+                refs = {a: Ref(visit(a, self._rank(node if is_arithmetic else a))) for a in operands}
                 places[node] = len(steps)
                 steps.append(self._instruction(node, refs))
             return places[node]

@@ -1,6 +1,7 @@
 """Regions: what is run computes what the graph computes, and nothing passes for what it is not."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -91,16 +92,29 @@ def test_the_terms_give_the_result(fn, tables):
     found, graph = linear(fn, *args)
     told = run(found.program)
     (want,) = run_graph(graph)
-    values = values_of(graph)
-    rows = [values[table].flatten(-inner) for table, inner in found.tables]
-    x, outs = args[0], []
-    for terms in told:
-        parts = (
-            term.coefficient * x[..., term.lane] * (1.0 if term.table is None else rows[term.table][..., term.column])
-            for term in terms
-        )
-        outs.append(sum(parts))
-    torch.testing.assert_close(torch.stack(outs, -1), want.flatten(2))
+    got = put_together(told, found.tables, args[0], values_of(graph))
+    torch.testing.assert_close(got, want.flatten(2))
+
+
+def put_together(lanes, tables, x, values):
+    """The result [tokens, heads, …] from its terms."""
+    rows = [values[table].flatten(-inner) for table, inner in tables]
+    zero = torch.zeros(x.shape[:-1])
+    return torch.stack(
+        [
+            sum(
+                (
+                    term.coefficient
+                    * x[..., term.lane]
+                    * (1.0 if term.table is None else rows[term.table][..., term.column])
+                    for term in terms
+                ),
+                zero,
+            )
+            for terms in lanes
+        ],
+        -1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,3 +237,78 @@ def test_a_long_chain_is_not_followed():
     (graph,) = capture(fn, *args)
     with pytest.raises(NotLinear):
         region(graph).program(input_of(graph, args[0]))
+
+
+def random_program(seed):
+    """Steps drawn at random, on parts of x and of two tables."""
+    chosen = random.Random(seed)
+    numbers = [chosen.random() for _ in range(99)]
+
+    def program(x, *tables):
+        left = list(numbers)
+
+        def draw(count):
+            return int(left.pop() * count)
+
+        def part(y):
+            size = y.shape[-1]
+            kind = draw(8)
+            if kind == 0:
+                return y[..., : size // 2]
+            if kind == 1:
+                return y[..., 1::2]
+            if kind == 2:
+                return torch.cat(y.chunk(2, -1)[::-1], -1)
+            if kind == 3:
+                return y.unflatten(-1, (2, -1)).unbind(-2)[draw(2)]
+            if kind == 4:
+                return torch.stack((y, -y), -1).flatten(-2)
+            if kind == 5:
+                return y.unflatten(-1, (-1, 2)).repeat(1, 1, 1, 2).flatten(-2)
+            return -y if kind == 6 else y * (draw(3) + 1)
+
+        def parts(y):
+            for _ in range(draw(3)):
+                y = part(y) if y.shape[-1] > 1 else y
+            return y
+
+        def fit(y, size):
+            return torch.cat([y] * -(-size // y.shape[-1]), -1)[..., :size]
+
+        def product():
+            y, t = parts(x), parts(tables[draw(2)])
+            return y if draw(5) == 0 else y * fit(t, y.shape[-1])
+
+        made = product()
+        for _ in range(1 + draw(3)):
+            other, how = product(), draw(3)
+            if how == 0:
+                made = torch.cat((made, other), -1)
+            else:
+                other = fit(other, made.shape[-1])
+                made = made + other if how == 1 else made - other
+        return parts(made)
+
+    return program
+
+
+def test_random_programs():
+    """What is told of any of them is what it computes."""
+    draws = [random_program(seed) for seed in range(60)]
+    tensors = inputs((TOKENS, 1, SIZE), (TOKENS, 1, SIZE))
+    (graph,) = capture(lambda x, *tables: [draw(x, *tables) for draw in draws], *tensors)
+    roots, (tables, computed) = graph.output_node().args[0], ([], [])
+    for root in roots:
+        try:
+            found = Region(root, 2).program(input_of(graph, tensors[0]))
+        except NotLinear:
+            continue
+        if (terms := run(found.program)) is not None:
+            computed.append((root, terms, found.tables))
+            tables += [table for table, _ in found.tables]
+    nodes = [*tables, *(root for root, *_ in computed)]
+    graph.output_node().args = (tuple(nodes),)
+    values = dict(zip(nodes, run_graph(graph), strict=True))
+    for root, terms, its_tables in computed:
+        torch.testing.assert_close(put_together(terms, its_tables, tensors[0], values), values[root])
+    assert len(computed) >= 20
