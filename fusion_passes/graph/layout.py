@@ -318,9 +318,10 @@ def copied_into(wanted: Tensor, node: Node, call: Call) -> Node:
 
 def is_wide_cast(node: Node) -> bool:
     """True for a cast between floating-point dtypes, on one device, that is not to FP8, which would round."""
-    if not (calls(node, *CASTS) and is_tensor(node) and is_tensor(node.args[0])):
+    sources = node.all_input_nodes[:1] if calls(node, *CASTS) else []
+    if not sources or not is_tensor(node) or not is_tensor(sources[0]):
         return False
-    before, after = value(node.all_input_nodes[0]), value(node)
+    before, after = value(sources[0]), value(node)
     floats = before.dtype.is_floating_point and after.dtype.is_floating_point
     return floats and before.device == after.device and after.dtype.itemsize > 1
 

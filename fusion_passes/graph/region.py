@@ -173,14 +173,14 @@ class Region:
     def picked_from(self, node: Node) -> Node | None:
         """The tensor of whose elements a slice, a select or a part of a split has some."""
         call = _split_of(node) or node
-        source = call.args[0] if calls(call, *_PICKS) and len(call.all_input_nodes) == 1 else None
+        source = call.args[0] if calls(call, *_PICKS) and call.args and len(call.all_input_nodes) == 1 else None
         if not (isinstance(source, Node) and self._is_in(source) and self._is_in(node)):
             return None
         return source if self._moves_inner(call, source) else None
 
     def reshaped_from(self, node: Node) -> Node | None:
         """The tensor of which a node is a copy, or another shape of the dimensions that are run."""
-        source = node.args[0] if calls(node, *_SHAPES) else None
+        source = node.args[0] if calls(node, *_SHAPES) and node.args else None
         if not (isinstance(source, Node) and self._is_in(source) and self._is_in(node)):
             return None
         kept = same_shape(self.outer(source), self.outer(node))
@@ -190,7 +190,7 @@ class Region:
         """The tensor of which a node has every element, some of them several times."""
         expands = calls(node, aten.expand.default)
         repeats = calls(node, aten.repeat.default) and len(node.all_input_nodes) == 1
-        source = node.args[0] if expands or repeats else None
+        source = node.args[0] if (expands or repeats) and node.args else None
         if not (isinstance(source, Node) and self._is_in(source) and self._is_in(node)):
             return None
         fits = expands or same_shape(self.outer(source), self.outer(node))
@@ -205,7 +205,7 @@ class Region:
         if (source := self.rearranged_from(node)) is not None:
             return (source,)
         inputs = tuple(node.all_input_nodes)
-        if not self._is_in(node) or node.op != "call_function" or not inputs:
+        if not self._is_in(node) or node.op != "call_function" or not inputs or not node.args:
             return ()
         if calls(node, aten.cat.default):
             return inputs if all(map(self._is_in, inputs)) and self._moves_inner(node, node) else ()
