@@ -21,6 +21,7 @@ from torch.fx import Node
 
 from fusion_passes.graph.match import Call
 from fusion_passes.graph.read import (
+    CASTS,
     COPIES,
     SPLITS,
     argument,
@@ -33,7 +34,8 @@ from fusion_passes.graph.read import (
     same_shape,
     value,
 )
-from fusion_passes.graph.region import CASTS, computed_alike
+from fusion_passes.graph.region import computed_alike
+from fusion_passes.graph.steps import is_cast
 from fusion_passes.graph.symbolic import fixed, known
 from fusion_passes.graph.views import applied
 
@@ -318,12 +320,7 @@ def copied_into(wanted: Tensor, node: Node, call: Call) -> Node:
 
 def is_wide_cast(node: Node) -> bool:
     """True for a cast between floating-point dtypes, on one device, that is not to FP8, which would round."""
-    sources = node.all_input_nodes[:1] if calls(node, *CASTS) else []
-    if not sources or not is_tensor(node) or not is_tensor(sources[0]):
-        return False
-    before, after = value(sources[0]), value(node)
-    floats = before.dtype.is_floating_point and after.dtype.is_floating_point
-    return floats and before.device == after.device and after.dtype.itemsize > 1
+    return is_cast(node) and value(node).dtype.itemsize > 1
 
 
 def _viewed(x: Tensor, views: Sequence[Node]) -> Tensor | None:

@@ -33,6 +33,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
 from fusion_passes.graph.read import (
+    CASTS,
     COPIES,
     RESHAPES,
     SPLITS,
@@ -42,10 +43,10 @@ from fusion_passes.graph.read import (
     is_tensor,
     is_view,
     mutated_nodes,
-    prims,
     same_shape,
     value,
 )
+from fusion_passes.graph.steps import MULTIPLICATIONS, is_cast
 from fusion_passes.graph.symbolic import fixed, same
 
 MAX_STEPS = 64
@@ -66,8 +67,6 @@ _SHAPES = frozenset(
 )
 """Views that leave element n at place n."""
 _PICKS = frozenset({aten.slice.Tensor, aten.select.int, *SPLITS})
-CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
-_PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 _UNARY = frozenset({aten.neg.default, aten.view_as_real.default, aten.view_as_complex.default})
 
@@ -211,9 +210,9 @@ class Region:
             return inputs if all(map(self._is_in, inputs)) and self._moves_inner(node, node) else ()
         if not all(map(_is_precise, (node, *inputs))):
             return ()
-        if calls(node, *_UNARY) or _is_cast(node):
+        if calls(node, *_UNARY) or is_cast(node):
             return inputs if all(map(self._is_in, inputs)) else ()
-        return inputs if calls(node, *_PRODUCTS, *_SUMS) and self.is_whole(node) and _is_plain(node) else ()
+        return inputs if calls(node, *MULTIPLICATIONS, *_SUMS) and self.is_whole(node) and _is_plain(node) else ()
 
     def program(self, x: Node) -> Linear:
         """How the result is computed from x, which becomes an end.  Raises NotLinear where it is not, or the region is
@@ -244,7 +243,7 @@ class Region:
 
         def visit(node: Node, rank: int) -> int:
             node = self.ends.get(node, node)
-            is_arithmetic = calls(node, *_PRODUCTS, *_SUMS)
+            is_arithmetic = calls(node, *MULTIPLICATIONS, *_SUMS)
             is_table = self._rank(node) < rank or (is_arithmetic and node not in made_of_x)
             operands = () if node in self.ends or is_table else self.operands(node)
             if not operands:
@@ -349,12 +348,6 @@ def _is_precise(node: Node) -> bool:
     return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize >= 2)
 
 
-def _is_cast(node: Node) -> bool:
-    source = node.all_input_nodes[0]
-    real = not value(node).is_complex() and not value(source).is_complex()
-    return calls(node, *CASTS) and real and value(node).device == value(source).device
-
-
 def _is_plain(node: Node) -> bool:
     """True for a sum or product of two tensors, without `alpha`, and for a product with a whole number."""
     if node.kwargs or len(node.args) != 2 or not isinstance(node.args[0], Node):
@@ -362,7 +355,7 @@ def _is_plain(node: Node) -> bool:
     other = node.args[1]
     if isinstance(other, Node):
         return True
-    return calls(node, *_PRODUCTS) and isinstance(other, (int, float)) and other == round(other)
+    return calls(node, *MULTIPLICATIONS) and isinstance(other, (int, float)) and other == round(other)
 
 
 @functools.lru_cache(maxsize=256)
@@ -402,9 +395,9 @@ def _is_bilinear(program: Program) -> bool:
         made = (max(weights), max(xs), max(tables))
         if step.target in _SUMS:
             made = (sum(weights), *made[1:])
-        elif step.target in _PRODUCTS and len(weights) == 2:
+        elif step.target in MULTIPLICATIONS and len(weights) == 2:
             made = (math.prod(weights), sum(xs), sum(tables))
-        elif step.target in _PRODUCTS or step.target is aten.view_as_complex.default:
+        elif step.target in MULTIPLICATIONS or step.target is aten.view_as_complex.default:
             made = (made[0] * (2 if len(step.args) == 1 else abs(round(step.args[1]))), *made[1:])
         if made[0] > MAX_WEIGHT or max(made[1:]) > 1:
             return False
