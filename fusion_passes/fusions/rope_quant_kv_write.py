@@ -16,44 +16,42 @@ those have not lost more, and are closer to an fp32 reference.
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch.fx import Node
 
 from fusion_passes.fusions.rule import Rule
 from fusion_passes.fusions.static_quant import check_static
-from fusion_passes.graph.arguments import arguments, tensor_node
 from fusion_passes.graph.functional import with_same_writes
+from fusion_passes.graph.layout import (
+    Layout,
+    copied_into,
+    found_or_added,
+    head_dimension,
+    is_wide_cast,
+    larger_than_one,
+    lookups,
+    table_arguments,
+)
 from fusion_passes.graph.match import Call, Match
 from fusion_passes.graph.read import (
-    COPIES,
-    SPLITS,
-    aten,
-    calls,
     following_views,
     is_tensor,
     is_view,
-    prims,
-    same_layout,
     same_shape,
     target_name,
     through_views,
     value,
 )
-from fusion_passes.graph.steps import is_cast
-from fusion_passes.graph.symbolic import fixed, known
-from fusion_passes.graph.views import applied, cost, replay
+from fusion_passes.graph.symbolic import known
+from fusion_passes.graph.views import cost, replay
 from fusion_passes.idioms import Idioms, NearMiss
 from fusion_passes.idioms.kv_cache import KVCacheWrite
 from fusion_passes.idioms.quantize import Quantize
-from fusion_passes.idioms.rope import Rope, Table
+from fusion_passes.idioms.rope import Rope
 from fusion_passes.measured.rope_quant_kv_write import verdict as measured_verdict
 from fusion_passes.ops.kv_cache import HIGH_PRECISION_DTYPES
 from fusion_passes.ops.kv_cache_write import why_no_kernel
@@ -96,8 +94,8 @@ class RopeWriteMatch(Match):
     """Of the key."""
     value: _Written
     write: KVCacheWrite
-    head: int | None
-    """The dimension of both x that counts heads; None where it is not known."""
+    query_layout: Layout
+    key_layout: Layout
     unread: str = ""
     """Why a quantisation of the query could not be read."""
 
@@ -109,22 +107,7 @@ class RopeWriteMatch(Match):
     @property
     def is_copied(self) -> bool:
         """True where the graph has the query in another layout than that in which it leaves the op."""
-
-        def token_major(x: Tensor, layout: str) -> Tensor:
-            order = _order(x.ndim, self.head)
-            made = torch.empty([x.shape[d] for d in order], dtype=x.dtype, device=x.device)
-            return made.permute([order.index(d) for d in range(x.ndim)])
-
-        return cost(token_major, "", self.views, self.query.output)[0]
-
-
-@dataclass(frozen=True)
-class _Lookup:
-    """Rows of a table [rows, columns] at positions, from column `start` on; columns may be several dimensions."""
-
-    table: Node
-    positions: Node
-    start: int
+        return cost(lambda x, _: self.query_layout.like(x), "", self.views, self.query.output)[0]
 
 
 @dataclass(frozen=True)
@@ -157,7 +140,7 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
                 (query for query in queries if query.output not in key.inputs),  # a key may be rotated twice
                 key=lambda query: abs(order[query.output] - at),
             )
-            query = next((query for query in near if _same_tables(query, key)), None)
+            query = next((query for query in near if query.turns_as(key)), None)
             if query is None:
                 continue
             queries.remove(query)
@@ -196,26 +179,26 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             cache.dtype.itemsize == 1 or key.dtype == cache.dtype,
             f"keys of {dtype_name(key.dtype)} do not go into a cache of {dtype_name(cache.dtype)}",
         )
-        m.require(m.head is not None, "it is not known which dimension of query and key counts heads")
-        for name, rope in (("query", m.query), ("key", m.rope)):
-            m.require(None not in _heads_and_size(rope, m.head), f"the number of heads of the {name} is not known")
-            rows_of_cos, rows_of_sin = _outer(rope.cos, rope), _outer(rope.sin, rope)
+        m.require(m.key_layout.head is not None, "it is not known which dimension of query and key counts heads")
+        for name, rope, layout in (("query", m.query, m.query_layout), ("key", m.rope, m.key_layout)):
+            known_sizes = layout.heads is not None and layout.head_dim is not None
+            m.require(known_sizes, f"the number of heads of the {name} is not known")
+            rows_of_cos, rows_of_sin = rope.cos.rows(rope.x), rope.sin.rows(rope.x)
             m.require(same_shape(rows_of_cos, rows_of_sin), f"cos and sin of the {name} have different shapes")
+            rows = layout.of_tokens(rows_of_cos)
             m.require(
-                same_shape(rows := _without(rows_of_cos, m.head), _token_sizes(rope, m.head))
-                or len(_larger_than_one(rows)) <= 1,
+                same_shape(rows, layout.tokens) or len(larger_than_one(rows)) <= 1,
                 f"cos and sin have rows for some of the dimensions of the {name}'s tokens, and one for the others",
             )
         m.require(
-            _is_token_major(m.rope, m.head, m.key.path, value(m.write.key)),
+            m.key_layout.leads_to(m.key.path, value(m.write.key)),
             "the key's tokens and heads are put into another order between its rotation and the write",
         )
         tokens = value(m.write.key).shape[0]
-        for name, rope in (("query", m.query), ("key", m.rope)):
-            count = _product(_token_sizes(rope, m.head))
-            m.require(known(count == tokens), f"the {name} has {count} tokens, the write {tokens}")
+        for name, layout in (("query", m.query_layout), ("key", m.key_layout)):
+            m.require(known(layout.count == tokens), f"the {name} has {layout.count} tokens, the write {tokens}")
         m.require(
-            same_shape(*(_larger_than_one(_token_sizes(rope, m.head)) for rope in (m.query, m.rope))),
+            same_shape(larger_than_one(m.query_layout.tokens), larger_than_one(m.key_layout.tokens)),
             "query and key have their tokens in other dimensions",
         )
         at_write = value(m.write.key).shape[-1]
@@ -230,14 +213,12 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
         """Where it was measured to be faster than what Inductor makes of the graph."""
         query = value(m.query.x)
         m.require(query.is_cuda, f"the fused op has no faster kernel on the {query.device.type.upper()}")
-        heads, head_dim = _heads_and_size(m.query, m.head)
-        kv_heads, _ = _heads_and_size(m.rope, m.head)
         verdict = measured_verdict(
             query.device,
             tokens=value(m.write.key).shape[0],
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
+            heads=m.query_layout.heads,
+            kv_heads=m.key_layout.heads,
+            head_dim=m.query_layout.head_dim,
             dtype=query.dtype,
             cache_dtype=value(m.write.caches[0]).dtype,
             quantized=m.quantize is not None,
@@ -252,13 +233,14 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
     def replacement(self, m: RopeWriteMatch, call: Call) -> tuple[Node, ...]:
         """The op, functional as the write was; the query in the graph's layout; the caches."""
         q = m.quantize
-        cos, sin, positions = _tables(m.rope, m.head, _found_or_added(m, call))
+        tables = (m.rope.cos, m.rope.sin)
+        (cos, sin), positions = table_arguments(m.key_layout, tables, found_or_added(call, max(m.outputs)))
         fused = with_same_writes(
             m.write.output,
             call,
             torch.ops.fusion_passes.rope_quant_kv_write.default,
-            query=_token_major(m.query, m.head, call),
-            key=_token_major(m.rope, m.head, call),
+            query=m.query_layout.token_major(call),
+            key=m.key_layout.token_major(call),
             value=replay(filter(is_view, m.value.path), m.value.source, call),
             cos=cos,
             sin=sin,
@@ -273,8 +255,8 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             q_scale_inverse=q is not None and q.inverse,
             dtype=value(m.output).dtype,
         )
-        out = _as_in_graph(m.query, m.head, call(operator.getitem, fused, 0), call)
-        out = _in_layout(value(m.output), replay(m.views, out, call), call)
+        out = m.query_layout.restored(call(operator.getitem, fused, 0), call)
+        out = copied_into(value(m.output), replay(m.views, out, call), call)
         return (out, *(call(operator.getitem, fused, i) for i in sorted(m.write.written)))
 
     def explain(self, idioms: Idioms) -> Iterator[NearMiss]:
@@ -284,14 +266,14 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
         for write in idioms.of(KVCacheWrite):
             source = _written(write.key, idioms).source
             key = idioms.at(source, Rope)
-            while key is None and (is_view(source) or _is_wide_cast(source)):
+            while key is None and (is_view(source) or is_wide_cast(source)):
                 source = source.all_input_nodes[0]
             told = source if source in unread else None
             if told is not None:
                 reason = f"the key's rotation is not read: {unread[told]}"
             elif key is None:
                 reason = f"the key comes from {target_name(source)}, not from a rotary embedding that is read"
-            elif not any(_same_tables(query, key) for query in ropes if query is not key):
+            elif not any(query.turns_as(key) for query in ropes if query is not key):
                 reason = "no query is rotated by the same cos and sin as the key"
             else:
                 continue
@@ -315,7 +297,7 @@ def _match(
     idioms: Idioms,
 ) -> RopeWriteMatch:
     quantize, path = quantizations[0] if len(quantizations) == 1 else (None, ())
-    if quantize is not None and not _only_way(query.output, (*path, *quantize.nodes)):
+    if quantize is not None and not query.output.users.keys() <= {*path, *quantize.nodes}:  # others need it too
         quantize, path = None, ()
     if quantize is not None:
         behind = following_views(quantize.output)
@@ -324,15 +306,17 @@ def _match(
         views = (*path, *quantize.views, *behind)
         unread = ""
     else:
-        views = _following_views_and_casts(query.output)
+        views = following_views(query.output, is_wide_cast)
         output = views[-1] if views else query.output
         nodes = query.nodes | {*views}
         unread = _unread_quantisation(output, idioms)
     caches = tuple(node for _, node in sorted(write.written.items()))
     val = _written(write.value, idioms)
-    head = _head(query, rope, key.path, value(write.key))
-    lookups = _lookups(rope, head) or ()
-    tables = (x for at in lookups for x in (at.table, at.positions))
+    head = head_dimension(rope.x, (rope.cos, rope.sin), key.path, value(write.key))
+    if value(query.x).ndim != value(rope.x).ndim:
+        head = None
+    layout = Layout(rope.x, head)
+    tables = (x for at in lookups(layout, rope.cos, rope.sin) for x in (at.table, at.positions))
     scales = (q.scale for q in (quantize, key.quantize, val.quantize) if q is not None and q.scale is not None)
     kept = (x for x in write.inputs if x not in (write.key, write.value))
     return RopeWriteMatch(
@@ -347,7 +331,8 @@ def _match(
         rope=rope,
         value=val,
         write=write,
-        head=head,
+        query_layout=Layout(query.x, head),
+        key_layout=layout,
         unread=unread,
     )
 
@@ -355,7 +340,7 @@ def _match(
 def _behind_rope(node: Node, idioms: Idioms) -> tuple[Rope | None, tuple[Node, ...]]:
     """The rotary embedding whose result `node` is through views and casts, and those; the first of them last passed."""
     path: list[Node] = []
-    while (rope := idioms.at(node, Rope)) is None and (is_view(node) or _is_wide_cast(node)):
+    while (rope := idioms.at(node, Rope)) is None and (is_view(node) or is_wide_cast(node)):
         path.insert(0, node)
         node = node.all_input_nodes[0]
     return rope, tuple(path) if rope is not None else (node,)
@@ -375,36 +360,6 @@ def _written(node: Node, idioms: Idioms) -> _Written:
     return _Written(node, path, quantize) if rope is None else _Written(rope.output, (*before, *path), quantize)
 
 
-def _same_tables(a: Rope, b: Rope) -> bool:
-    kinds = (a.rotary_dim, a.interleaved) == (b.rotary_dim, b.interleaved)
-    return kinds and a.cos.same(b.cos) and a.sin.same(b.sin)
-
-
-def _only_way(node: Node, way: tuple[Node, ...]) -> bool:
-    """True where a node and all but the last on the way are read by nothing else."""
-    inside = set(way)
-    return all(user in inside for user in node.users)
-
-
-def _is_wide_cast(node: Node) -> bool:
-    """True for a cast that is not to FP8, which would round."""
-    return is_cast(node) and value(node).dtype.itemsize > 1
-
-
-def _following_views_and_casts(node: Node) -> tuple[Node, ...]:
-    """Those that come after `node`, as long as each is the only user of the one before."""
-    path: list[Node] = []
-    while len(node.users) == 1:
-        (user,) = node.users
-        if not (is_view(user) or _is_wide_cast(user)):
-            break
-        path.append(user)
-        node = user
-    while path and not is_tensor(path[-1]):
-        path.pop()  # a split, of which nothing takes the one part
-    return tuple(path)
-
-
 def _unread_quantisation(node: Node, idioms: Idioms) -> str:
     """Why the quantisation of `node`, which is near behind it, is not known; "" where there is none."""
     reasons = {miss.node: miss.reason for miss in idioms.near_misses if miss.what == "quantize"}
@@ -418,273 +373,3 @@ def _unread_quantisation(node: Node, idioms: Idioms) -> str:
                 seen.add(user)
                 work.append((user, steps + 1))
     return ""
-
-
-def _outer(table: Table, rope: Rope) -> list[int | torch.SymInt]:
-    """The sizes of a table in the dimensions of x that are tokens and heads, 1 where it has none."""
-    source = value(table.source)
-    sizes = source.shape[: source.ndim - table.inner]
-    return [*[1] * (value(rope.x).ndim - 1 - len(sizes)), *sizes]
-
-
-def _head(query: Rope, key: Rope, path: tuple[Node, ...], end: Tensor) -> int | None:
-    """The dimension that counts heads: where cos and sin have one element.
-
-    Where all sequences share the rows, there are several such; then it is the one for which the key's path leads to
-    [tokens, heads, head_dim].
-    """
-    x = value(key.x)
-    found = [
-        d
-        for d in range(x.ndim - 1)
-        if fixed(x.shape[d]) is not None and known(_outer(key.cos, key)[d] == 1) and known(_outer(key.sin, key)[d] == 1)
-    ]
-    found = [d for d in found if end.ndim == 3 and known(x.shape[d] == end.shape[1])] or found
-    several = [d for d in found if not known(x.shape[d] == 1)]
-    found = [*several, *(d for d in reversed(found) if d not in several)]
-    if value(query.x).ndim != x.ndim or not found:
-        return None
-    return next((d for d in found if _is_token_major(key, d, path, end)), found[0])
-
-
-def _heads_and_size(rope: Rope, head: int | None) -> tuple[int | None, int | None]:
-    x = value(rope.x)
-    return None if head is None else fixed(x.shape[head]), fixed(x.shape[-1])
-
-
-def _without(sizes: Iterable[Any], head: int | None) -> list[Any]:
-    return [size for d, size in enumerate(sizes) if d != head]
-
-
-def _token_sizes(rope: Rope, head: int | None) -> list[int | torch.SymInt]:
-    return _without(value(rope.x).shape[:-1], head)
-
-
-def _larger_than_one(sizes: list[int | torch.SymInt]) -> list[int | torch.SymInt]:
-    return [size for size in sizes if not known(size == 1)]
-
-
-def _product(sizes: Iterable[int | torch.SymInt]) -> int | torch.SymInt:
-    count: int | torch.SymInt = 1
-    for size in sizes:
-        count = count * size
-    return count
-
-
-def _order(rank: int, head: int | None) -> list[int]:
-    """The dimensions with the tokens first, then heads and head size."""
-    return [*(d for d in range(rank - 1) if d != head), rank - 1 if head is None else head, rank - 1]
-
-
-def _token_major(rope: Rope, head: int | None, call: Call) -> Node:
-    """x as [tokens, heads, head_dim]."""
-    node, rank = rope.x, value(rope.x).ndim
-    if (order := _order(rank, head)) != list(range(rank)):
-        node = call(aten.permute.default, node, order)
-    if rank != 3:
-        node = call(aten.reshape.default, node, [-1, *_heads_and_size(rope, head)])
-    return node
-
-
-def _size(node: Node, dim: int, call: Call) -> int | Node:
-    """A size as an argument: a number, or a node that has it."""
-    size = fixed(value(node).shape[dim])
-    return call(aten.sym_size.int, node, dim) if size is None else size
-
-
-def _found_or_added(m: RopeWriteMatch, call: Call) -> Call:
-    """`call`, but for what is in the graph already: all layers of a model prepare the same tables."""
-    last = max(m.outputs)
-
-    def found_or_added(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        for node in last.graph.find_nodes(op="call_function", target=target):
-            if node < last and node.args == args and node.kwargs == kwargs:
-                return node
-        return call(target, *args, **kwargs)
-
-    return found_or_added
-
-
-def _as_in_graph(rope: Rope, head: int | None, node: Node, call: Call) -> Node:
-    """A result [tokens, heads, head_dim] with its dimensions as x has them."""
-    x = value(rope.x)
-    if x.ndim != 3:
-        tokens = [d for d in range(x.ndim - 1) if d != head]
-        unknown = [d for d in tokens if fixed(x.shape[d]) is None]
-        sizes = [-1 if unknown == [d] else _size(rope.x, d, call) for d in tokens]
-        node = call(aten.reshape.default, node, [*sizes, *_heads_and_size(rope, head)])
-    order = _order(x.ndim, head)
-    back = [order.index(d) for d in range(x.ndim)]
-    return node if back == list(range(x.ndim)) else call(aten.permute.default, node, back)
-
-
-def _in_layout(wanted: Tensor, node: Node, call: Call) -> Node:
-    """A copy with the strides of `wanted`, as far as an order of the dimensions gives them; `node` if it has them."""
-    x = value(node)
-    if same_layout(x, wanted):
-        return node
-    for order in itertools.permutations(range(x.ndim)):
-        sizes = [x.shape[d] for d in order]
-        strides = [_product(sizes[i + 1 :]) for i in range(x.ndim)]
-        if all(known(x.shape[d] == 1) or known(strides[i] == wanted.stride(d)) for i, d in enumerate(order)):
-            moved = call(aten.permute.default, node, list(order))
-            copied = call(aten.clone.default, moved, memory_format=torch.contiguous_format)
-            return call(aten.permute.default, copied, [order.index(d) for d in range(x.ndim)])
-    return node
-
-
-def _is_token_major(rope: Rope, head: int | None, path: tuple[Node, ...], end: Tensor) -> bool:
-    """True where the path from a rotated key leads to [tokens, heads, head_dim], each at its place.
-
-    Tried with the key's elements in that order in memory: then every view of the path is one, without a copy, and what
-    comes out is contiguous.
-    """
-    x = value(rope.x)
-    views = [node for node in path if is_view(node) and not calls(node, *COPIES)]
-    if not views and x.ndim == 3 and head == 1:
-        return True
-    order = _order(x.ndim, head)
-    mode = detect_fake_mode(x)
-    if mode is None:
-        return False
-    with mode:
-        base = torch.empty([x.shape[d] for d in order], dtype=x.dtype, device=x.device)
-        moved = _applied(base.permute([order.index(d) for d in range(x.ndim)]), views)
-        fits = moved is not None and same_shape(moved.shape, end.shape) and moved.ndim == 3
-        return fits and moved is not None and same_layout(moved, torch.empty_like(moved).contiguous())
-
-
-def _applied(x: Tensor, views: list[Node]) -> Tensor | None:
-    """A fake tensor after some views; None where one of them had to copy."""
-    base = x if x._base is None else x._base
-    for view in views:
-        x = applied(view, x)
-        if isinstance(x, Tensor) and x._base is not base and x is not base:
-            return None
-    return x
-
-
-def _is_split(node: Node) -> bool:
-    """True for a split, and for a part that is taken from its tuple."""
-    return calls(node, *SPLITS) or (node.target is operator.getitem and calls(node.args[0], *SPLITS))
-
-
-def _tables(rope: Rope, head: int | None, call: Call) -> tuple[Node, Node, Node | None]:
-    """cos and sin as [rows, columns], and the positions that say which row; None where row t is that of token t."""
-    rows, positions = [], None
-    if (lookups := _lookups(rope, head)) is not None:
-        positions = lookups[0].positions
-        for at, table in zip(lookups, (rope.cos, rope.sin), strict=True):
-            rows.append(_columns(_two_dimensional(at.table, value(at.table).ndim - 1, call), at.start, table, call))
-    else:
-        for table in (rope.cos, rope.sin):
-            node, outer = table.source, value(table.source).ndim - table.inner
-            place = None if head is None else head - (value(rope.x).ndim - 1 - outer)
-            if place is not None and 0 <= place < outer:
-                others = [d for d in range(value(node).ndim) if d != place]
-                if (order := [*others[: outer - 1], place, *others[outer - 1 :]]) != sorted(order):
-                    node = call(aten.permute.default, node, order)
-            rows.append(_columns(_two_dimensional(node, table.inner, call), table.start, table, call))
-    return rows[0], rows[1], _positions(rope, head, positions, call)
-
-
-def _positions(rope: Rope, head: int | None, positions: Node | None, call: Call) -> Node | None:
-    """The row of each token: positions for the rows that the table has here, or none for one after the other.  Where
-    several tokens share a row (all sequences of a batch the same), it is said for each."""
-    sizes, rows = _token_sizes(rope, head), _without(_outer(rope.cos, rope), head)
-    if not same_shape(sizes, rows):
-        dims = _without(range(len(sizes) + 1), head)
-        if positions is None:
-            along = next((d for d, size in zip(dims, rows, strict=True) if not known(size == 1)), None)
-            count = 1 if along is None else _size(rope.x, along, call)
-            options = {"dtype": torch.int64, "device": value(rope.x).device, "requires_grad": False}
-            positions = call(prims.iota.default, count, start=0, step=1, **options)  # what `arange` is at this stage
-        positions = call(aten.reshape.default, positions, [1 if known(size == 1) else -1 for size in rows])
-        positions = call(aten.expand.default, positions, [_size(rope.x, d, call) for d in dims])
-    if positions is not None and value(positions).ndim != 1:
-        positions = call(aten.reshape.default, positions, [-1])
-    return positions
-
-
-def _two_dimensional(node: Node, inner: int, call: Call) -> Node:
-    """[rows, columns] of a table, of which the last `inner` dimensions are columns; of complex numbers as of pairs."""
-    if value(node).is_complex():
-        node, inner = call(aten.view_as_real.default, node), inner + 1
-    if (value(node).ndim, inner) == (2, 1):
-        return node
-    return call(aten.reshape.default, node, [-1, _product(fixed(size) or 0 for size in value(node).shape[-inner:])])
-
-
-def _columns(node: Node, start: int, table: Table, call: Call) -> Node:
-    """The columns of [rows, columns] from `start` on."""
-    if start == 0 and table.step == 1 and known(value(node).shape[1] == table.width):
-        return node
-    return call(aten.slice.Tensor, node, 1, start, start + table.width * table.step, table.step)
-
-
-def _lookups(rope: Rope, head: int | None) -> tuple[_Lookup, _Lookup] | None:
-    """Where cos and sin are looked up by the same positions, one for each row: the tables."""
-    cos, sin = _lookup(rope, rope.cos, head), _lookup(rope, rope.sin, head)
-    return None if cos is None or sin is None or cos.positions is not sin.positions else (cos, sin)
-
-
-def _lookup(rope: Rope, table: Table, head: int | None) -> _Lookup | None:
-    path: list[Node] = []
-    node = table.source
-    if head is None:
-        return None
-    while is_view(node) or calls(node, aten.slice.Tensor) or _is_wide_cast(node) or _is_split(node):
-        if not is_cast(node) and not calls(node, *COPIES):
-            path.insert(0, node)
-        node = node.all_input_nodes[0]
-    rows, positions = _indexed(node)
-    if rows is None or positions is None or value(rows).ndim < 2:
-        return None
-    # Row t of the result must be token t's: tried as in `_is_token_major`.
-    looked_up, mode = value(node), detect_fake_mode(value(node))
-    columns = _product(value(rows).shape[1:])
-    if mode is None:
-        return None
-    with mode:
-        base = torch.empty_like(looked_up).contiguous()
-        moved = _applied(base, path)
-        if moved is None:
-            return None
-        outer = moved.ndim - table.inner
-        moved = moved.flatten(-table.inner)
-        for _ in range(value(rope.x).ndim - 1 - outer):
-            moved = moved.unsqueeze(0)
-        flat = moved.permute(_order(moved.ndim, head)).flatten(0, -2)
-        if flat._base is not base and flat is not base:
-            return None
-        count, width = flat.shape
-        whole = known(count * columns == looked_up.numel())  # a row for each position
-        if not whole or (not known(count == 1) and not known(flat.stride(0) == columns)):
-            return None
-        if not known(width == 1) and not known(flat.stride(1) == 1):
-            return None
-        start = fixed(flat.storage_offset())
-        if start is not None and looked_up.is_complex():
-            start = 2 * start
-    return None if start is None else _Lookup(rows, positions, start + table.start)
-
-
-def _indexed(node: Node) -> tuple[Node | None, Node | None]:
-    """(table, positions) of a lookup of rows."""
-    table, positions = None, None
-    if calls(node, aten.index.Tensor):
-        table, indices = arguments(node, "self", "indices") or (None, ())
-        positions = indices[0] if len(indices) == 1 else None
-    elif calls(node, aten.embedding.default):
-        # The other arguments are about the gradient.
-        table, positions, *_ = arguments(node, "weight", "indices", *_OF_THE_GRADIENT) or (None, None)
-    elif calls(node, aten.index_select.default):
-        table, dim, positions = arguments(node, "self", "dim", "index") or (None, None, None)
-        table = table if dim == 0 else None
-    positions = tensor_node(positions)
-    if positions is not None and value(positions).dtype not in (torch.int32, torch.int64):
-        positions = None  # a mask, which takes the rows where it is True
-    return tensor_node(table), positions
-
-
-_OF_THE_GRADIENT = ("padding_idx", "scale_grad_by_freq", "sparse")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fusion_passes.graph.symbolic import known
+from fusion_passes.graph.symbolic import known, same
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -113,7 +113,7 @@ def argument(node: Node, position: int, name: str, default: object = None) -> ob
 def same_shape(a: Iterable[int | torch.SymInt], b: Iterable[int | torch.SymInt]) -> bool:
     """True where two shapes (or stride tuples) are provably equal."""
     a, b = tuple(a), tuple(b)
-    return len(a) == len(b) and all(known(x == y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(map(same, a, b))
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
@@ -196,12 +196,12 @@ def through_views(node: Node) -> tuple[Node, tuple[Node, ...]]:
     return node, tuple(reversed(path))
 
 
-def following_views(node: Node) -> tuple[Node, ...]:
-    """The views that come after `node`, as long as each is the only user of the one before."""
+def following_views(node: Node, also: Callable[[Node], bool] = lambda node: False) -> tuple[Node, ...]:
+    """The views that come after `node`, as long as each is the only user of the one before; and what else is passed."""
     path: list[Node] = []
     while len(node.users) == 1:
         (user,) = node.users
-        if not is_view(user):
+        if not (is_view(user) or also(user)):
             break
         path.append(user)
         node = user

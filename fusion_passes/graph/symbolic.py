@@ -14,6 +14,15 @@ def known(condition: bool | torch.SymBool) -> bool:
     return statically_known_true(condition)
 
 
+def same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """True where two sizes are provably equal: `known(a == b)`, but fast where two symbolic ones are written alike."""
+    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
+        ours, theirs = getattr(a.node, "expr", None), getattr(b.node, "expr", None)
+        if ours is not None and ours == theirs and a.node.shape_env is b.node.shape_env:
+            return True
+    return known(a == b)
+
+
 def fixed(size: int | torch.SymInt) -> int | None:
     """The number that a size is, also where it was a symbol once; None where it may be another."""
     if isinstance(size, int):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import SymInt
@@ -21,14 +22,17 @@ from fusion_passes.graph.read import (
     same_shape,
     value,
 )
+from fusion_passes.graph.region import evaluate
 from fusion_passes.graph.steps import constant, is_cast
-from fusion_passes.idioms import constants
 from fusion_passes.idioms.reading import Unread, is_start, show, without_copies
 
 CUDNN_MASKED = frozenset({-65504.0, -65536.0})
 """What a False in a bool mask becomes for cuDNN up to torch 2.11, in place of -inf; the latter where it is bf16."""
 
 OLD_CUDNN_MASKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) <= (2, 11)
+
+_kinds: WeakKeyDictionary[Node, str | None] = WeakKeyDictionary()
+"""The layers of a model share a mask, so it is run once."""
 
 _NEGATIONS = frozenset({aten.logical_not.default, aten.bitwise_not.default})
 _CONJUNCTIONS = frozenset({aten.logical_and.default, aten.bitwise_and.Tensor})
@@ -107,12 +111,31 @@ class Mask:
         return fill == -math.inf or (fill in CUDNN_MASKED and self.backend == "cudnn" and OLD_CUDNN_MASKS)
 
 
-def _constant_kind(mask: Node) -> constants.Kind | None:
-    """`constants.kind`; None where the mask's ops cannot be run either: the mask is read as it is."""
-    try:
-        return constants.kind(mask)
-    except Exception:
+def _constant_kind(mask: Node) -> str | None:
+    """What a bool mask [..., q_len, kv_len] is that is made from constants: "causal", the lower triangle aligned at the
+    top left, in every batch and head; "full", True everywhere; "other".  None where it depends on an input or a
+    symbolic size, is too large to run, or its ops cannot be run: then it is read as it is."""
+    if mask not in _kinds:
+        try:
+            _kinds[mask] = _kind(mask)
+        except Exception:
+            _kinds[mask] = None
+    return _kinds[mask]
+
+
+def _kind(mask: Node) -> str | None:
+    if not is_tensor(mask) or value(mask).dtype is not torch.bool or value(mask).ndim < 2:
         return None
+    result = evaluate(mask)
+    if result is None:
+        return None
+    for dim in range(result.ndim - 2):
+        if result.stride(dim) == 0:  # an expanded batch need not be compared again and again
+            result = result.narrow(dim, 0, min(1, result.shape[dim]))
+    q_len, kv_len = result.shape[-2:]
+    if torch.equal(result, torch.ones(q_len, kv_len, dtype=torch.bool).tril().expand_as(result)):
+        return "causal"
+    return "full" if bool(result.all()) else "other"
 
 
 def where_parts(node: Node) -> tuple[Node, object, object] | None:

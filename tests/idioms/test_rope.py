@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from fusion_passes.graph import region
 from fusion_passes.idioms import NearMiss, rope
 from fusion_passes.idioms.rope import SPELLINGS, Rope
 from fusion_passes.testing import capture, run
@@ -141,3 +142,56 @@ def test_tables_are_compared_once_for_all_the_ways_through_the_graph(last):
     before = time.process_time()
     assert tables[0].same(tables[1]) == (last == 2.0)
     assert time.process_time() - before < 0.3
+
+
+def heads_of_three(qkv, cos, sin):
+    q, k, v = qkv.split(HEAD_DIM, -1)  # side by side in each head, as in GPT-NeoX
+    return *(SPELLINGS["rotate_half"](x, cos, sin) for x in (q, k)), v
+
+
+def part_of_a_head(q, cos, sin):
+    passed, x = q.split([2 * HEAD_DIM, HEAD_DIM], -1)
+    return SPELLINGS["neighbours"](x, cos, sin), passed
+
+
+def some_heads(qkv, cos, sin):
+    q, k, _ = qkv.split([1, 1, 1], 1)
+    return [SPELLINGS["halves"](x, cos, sin) for x in (q, k)]
+
+
+@pytest.mark.parametrize(("fn", "count"), [(heads_of_three, 2), (part_of_a_head, 1), (some_heads, 2)])
+def test_the_split_that_x_comes_from_is_none_of_its_nodes(fn, count):
+    """It gives other tensors too, which nothing of a rotation computes."""
+    _, cos, sin = inputs("", FP32)
+    (graph,) = capture(fn, torch.randn(TOKENS, 3, 3 * HEAD_DIM if fn is not some_heads else HEAD_DIM), cos, sin)
+    ropes = found(graph)
+    assert len(ropes) == count
+    for r in ropes:
+        assert r.x not in r.nodes
+        above = {r.x, *r.x.all_input_nodes}
+        assert not above & r.nodes
+        assert not any("split" in str(node.target) and r.x in node.users for node in r.nodes)
+        (want,) = values(graph, [r.output])
+        torch.testing.assert_close(r.reference(*values(graph, r.inputs)), want.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_of_a_model_share_one_run():
+    """Sixteen layers, each with a projection that is split into query, key and value: what is turned is that part."""
+
+    def fn(x, cos, sin):
+        for layer in range(16):
+            q, k, v = (x * (layer + 2)).split([2 * HEAD_DIM, HEAD_DIM, HEAD_DIM], -1)
+            q, k = (SPELLINGS["rotate_half"](y.unflatten(-1, (-1, HEAD_DIM)), cos, sin).flatten(1) for y in (q, k))
+            x = torch.cat((q, k, v), -1)
+        return x
+
+    _, cos, sin = inputs("", FP32)
+    (graph,) = capture(fn, torch.randn(TOKENS, 4 * HEAD_DIM), cos, sin)
+    region.run.cache_clear()
+    rope._rotation.cache_clear()
+    ropes = found(graph)
+    assert len(ropes) == 32
+    assert region.run.cache_info().misses == 1
+    splits = graph.find_nodes(op="call_function", target=torch.ops.aten.split_with_sizes.default)
+    assert len(splits) == 16
+    assert not any(set(splits) & r.nodes for r in ropes)
