@@ -61,7 +61,10 @@ def _is_product(node: object) -> bool:
     return (
         isinstance(node, Node)
         and calls(node, aten.mm.default)
-        and all(calls(source, aten.squeeze.dim) and value(source.args[0]).ndim == 3 for source in node.args[:2])
+        and all(
+            calls(source, aten.squeeze.dim) and value(source.all_input_nodes[0]).ndim == 3
+            for source in node.all_input_nodes
+        )
         and all(calls(user, aten.unsqueeze.default) for user in node.users)
     )
 

@@ -18,10 +18,10 @@ from torch.fx import Graph, Node
 from fusion_passes import reference
 from fusion_passes.graph.arguments import operands
 from fusion_passes.graph.layout import Table
-from fusion_passes.graph.read import RESHAPES, VIEWS, aten, calls, is_high_precision, is_view, value
+from fusion_passes.graph.read import RESHAPES, VIEWS, aten, calls, is_high_precision, is_view, same_shape, value
 from fusion_passes.graph.region import MAX_STEPS, NotLinear, Program, Region, Term, computed_alike, run
 from fusion_passes.graph.steps import is_cast, is_exact_cast
-from fusion_passes.graph.symbolic import fixed, known
+from fusion_passes.graph.symbolic import fixed
 from fusion_passes.idioms.idiom import Idiom, NearMiss
 from fusion_passes.idioms.reading import Unread, read_all
 from fusion_passes.idioms.spellings.rope import SPELLINGS as SPELLINGS
