@@ -17,7 +17,7 @@ def _nobody(name: str, lacks: str) -> bool:
 _find_out: Callable[[str, str], bool] = _nobody
 
 
-def answer_with(find_out: Callable[[str, str], bool]) -> None:
+def set_resolver(find_out: Callable[[str, str], bool]) -> None:
     """From now on ask `find_out`, with the arguments of `is_on`."""
     global _find_out
     _find_out = find_out

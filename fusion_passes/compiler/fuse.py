@@ -69,10 +69,10 @@ class Fusing:
 
         near_misses: of idioms."""
         misses = [miss for miss in self._near_misses if miss.node not in self._places]
-        told = {miss.told for miss in misses}
+        superseded = {miss.supersedes for miss in misses}
         idle = {rule.name for rule in rules} - {site.rule for site in self.sites}
         anchors = {rule.anchor for rule in rules}
-        misses += (m for m in near_misses if m.node not in told and (idle or m.what in anchors))
+        misses += (m for m in near_misses if m.node not in superseded and (idle or m.what in anchors))
         return tuple(Miss(miss.what, miss.reason, place(miss.node)) for miss in misses)
 
     def _matches(self, rule: Rule[Any], idioms: Idioms) -> Iterable[Match]:

@@ -169,7 +169,7 @@ def _custom_op(name: str, lacks: str) -> bool:
 
 
 # Not traced but asked, each time that a layer is traced.
-custom_ops.answer_with(torch.compiler.assume_constant_result(_custom_op))
+custom_ops.set_resolver(torch.compiler.assume_constant_result(_custom_op))
 
 
 @contextmanager

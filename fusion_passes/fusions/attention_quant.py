@@ -110,7 +110,7 @@ def _other_quantisation(attention: Attention | PagedAttention, idioms: Idioms) -
                 continue
             before[user] = node
             if (reason := _obstacle(attention, _way(user, before), idioms, near.get(user))) is not None:
-                return NearMiss(output, AttentionQuant.name, f"the attention's output is {reason}", told=user)
+                return NearMiss(output, AttentionQuant.name, f"the attention's output is {reason}", supersedes=user)
             if is_tensor(user) and (is_view(user) or calls(user, *STEPS)):
                 work.append(user)
     return None

@@ -268,16 +268,16 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
             key = idioms.at(source, Rope)
             while key is None and (is_view(source) or is_wide_cast(source)):
                 source = source.all_input_nodes[0]
-            told = source if source in unread else None
-            if told is not None:
-                reason = f"the key's rotation is not read: {unread[told]}"
+            unread_rotation = source if source in unread else None
+            if unread_rotation is not None:
+                reason = f"the key's rotation is not read: {unread[unread_rotation]}"
             elif key is None:
                 reason = f"the key comes from {target_name(source)}, not from a rotary embedding that is read"
             elif not any(query.turns_as(key) for query in ropes if query is not key):
                 reason = "no query is rotated by the same cos and sin as the key"
             else:
                 continue
-            yield NearMiss(write.output, self.name, reason, told)
+            yield NearMiss(write.output, self.name, reason, unread_rotation)
 
     def describe(self, m: RopeWriteMatch) -> str:
         """`rope of bfloat16 [256, 32, 128] and [256, 8, 128] -> float8_e4m3fn, cache float8_e4m3fn`."""

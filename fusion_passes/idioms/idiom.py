@@ -32,7 +32,7 @@ class NearMiss:
     node: Node
     what: str
     reason: str
-    told: Node | None = None
+    supersedes: Node | None = None
     """The node of another near miss, which needs no line of its own: this one's reason says it."""
 
 

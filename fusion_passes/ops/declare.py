@@ -25,7 +25,7 @@ import torch
 from torch import SymInt, Tensor
 
 from fusion_passes.ops.kernel import Kernel
-from fusion_passes.ops.support import on_its_device, taking
+from fusion_passes.ops.support import on_its_device, unpacked
 
 NAMESPACE = "fusion_passes"
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -83,9 +83,9 @@ def declare(
     """
     signature = inspect.signature(arguments).replace(return_annotation=returns)
     _library.define(name + schema(signature, writes, given), tags=TAGS)
-    _library.impl(name, taking(arguments, cpu), "CPU")
-    _library.impl(name, on_its_device(taking(arguments, cuda)), "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", taking(arguments, fake), lib=_library)
+    _library.impl(name, unpacked(arguments, cpu), "CPU")
+    _library.impl(name, on_its_device(unpacked(arguments, cuda)), "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", unpacked(arguments, fake), lib=_library)
     op = getattr(torch.ops.fusion_passes, name)
     missing = tuple(
         (position, parameter.name, parameter.default)

@@ -47,7 +47,7 @@ def on_its_device(
     return guarded  # type: ignore[return-value]  # mypy: a wrapper of it is not a callable like it
 
 
-def taking(arguments: Callable[..., Call], run: Callable[[Call], Result]) -> Callable[..., Result]:
+def unpacked(arguments: Callable[..., Call], run: Callable[[Call], Result]) -> Callable[..., Result]:
     """An implementation of an op, which torch calls with all arguments, from `run`, which takes one value of them."""
     return lambda *tensors, **options: run(arguments(*tensors, **options))
 

@@ -12,14 +12,14 @@ T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Wheres:
+class Locations:
     """Places in like modules at one source line."""
 
     count: int
     text: str
 
 
-def alike(items: Iterable[tuple[T, str]]) -> list[tuple[T, Wheres]]:
+def alike(items: Iterable[tuple[T, str]]) -> list[tuple[T, Locations]]:
     """Items that differ in nothing but the number of their layer, together.  An item is what it is, and its place."""
     groups: dict[tuple[T, str, str], list[str]] = {}
     for item, where in items:
@@ -28,7 +28,7 @@ def alike(items: Iterable[tuple[T, str]]) -> list[tuple[T, Wheres]]:
     found = []
     for (item, _, line), modules in groups.items():
         text = f"in {merged_names(modules)}\n" * bool(modules[0]) + f"at {shorten_path(line)}" * bool(line)
-        found.append((item, Wheres(len(modules), text.rstrip("\n"))))
+        found.append((item, Locations(len(modules), text.rstrip("\n"))))
     return found
 
 

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_passes.fusions.rule import Rule
-from fusion_passes.fusions.traced.search import Binding, Comparison, Pattern, through_reshapes, told, trace_examples
+from fusion_passes.fusions.traced.search import Binding, Comparison, Pattern, show, through_reshapes, trace_examples
 from fusion_passes.fusions.traced.tracing import trace
 from fusion_passes.graph.match import Call, DeclinedError, Match
 from fusion_passes.graph.read import is_tensor, value
@@ -220,7 +220,7 @@ class TracedRule(Rule[TracedMatch]):
         for name, example in self._examples.items():
             found = arguments[name]
             if isinstance(example, Tensor) and not is_tensor(found):
-                return f"{name} is {told(found)} here, not a tensor"
+                return f"{name} is {show(found)} here, not a tensor"
             if not isinstance(example, Tensor) and isinstance(found, Node):
                 kind = "a tensor" if is_tensor(found) else "a symbolic size"
                 return f"{name} is {kind} here, {found.name}, and a number in example_inputs"

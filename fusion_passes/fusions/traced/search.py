@@ -134,11 +134,11 @@ class Comparison:
         if isinstance(theirs, Node) and (ours.target in RESHAPES or theirs.target in RESHAPES):
             return self._reshaped_differ(ours, theirs)
         if ours in self.inputs:
-            return "" if self.inputs[ours] is theirs else f"{told(theirs)} where search has {self.inputs[ours].name}"
+            return "" if self.inputs[ours] is theirs else f"{show(theirs)} where search has {self.inputs[ours].name}"
         if not isinstance(theirs, Node) or (not is_tensor(theirs) and is_tensor(ours)):
-            return f"{told(theirs)} where search has a tensor"
+            return f"{show(theirs)} where search has a tensor"
         if not is_tensor(ours) and isinstance(ours.meta.get("val"), torch.SymInt):
-            return "" if _same(ours, theirs) else f"{told(theirs)} where search has {ours.meta['val']}"
+            return "" if _same(ours, theirs) else f"{show(theirs)} where search has {ours.meta['val']}"
         if ours.target is not theirs.target:
             return f"{target_name(theirs)} where search has {target_name(ours)}"
         if (ours, theirs) in self._seen:
@@ -160,7 +160,7 @@ class Comparison:
             self.nodes.add(theirs)
             theirs = theirs.all_input_nodes[0]
         if theirs.target in RESHAPES:
-            return "" if self.inputs.get(ours) is theirs else f"{told(theirs)} where search has {target_name(ours)}"
+            return "" if self.inputs.get(ours) is theirs else f"{show(theirs)} where search has {target_name(ours)}"
         return self.differs(ours, theirs)
 
     def _values_differ(self, ours: Node, theirs: Node) -> str:
@@ -185,7 +185,7 @@ class Comparison:
             if name == "pin_memory" or (name == "layout" and (a or torch.strided) == (b or torch.strided)):
                 continue
             if why := self._argument_differs(a, b):
-                return why if _holds_node(a) else f"{target_name(theirs)} has {name}={told(b)}, search {told(a)}"
+                return why if _holds_node(a) else f"{target_name(theirs)} has {name}={show(b)}, search {show(a)}"
         return ""
 
     def _argument_differs(self, a: Any, b: Any) -> str:
@@ -193,12 +193,12 @@ class Comparison:
             return self.differs(a, b) if is_tensor(a) or isinstance(b, Node) else self._constant_differs(a, b)
         if isinstance(a, (list, tuple)):
             if not isinstance(b, (list, tuple)) or len(a) != len(b):
-                return f"{told(b)} where search has {told(a)}"
+                return f"{show(b)} where search has {show(a)}"
             return next((why for x, y in zip(a, b, strict=True) if (why := self._argument_differs(x, y))), "")
         return self._constant_differs(a, b)
 
     def _constant_differs(self, a: Any, b: Any) -> str:
-        return "" if _same(a, b) else f"{told(b)} where search has {told(a)}"
+        return "" if _same(a, b) else f"{show(b)} where search has {show(a)}"
 
 
 def trace_examples(role: str, fn: Callable[..., Any], examples: Mapping[str, Any]) -> GraphModule:
@@ -309,10 +309,10 @@ def _holds_node(x: Any) -> bool:
     return isinstance(x, Node) or (isinstance(x, (list, tuple)) and any(_holds_node(item) for item in x))
 
 
-def told(x: Any) -> str:
+def show(x: Any) -> str:
     """An argument, for a sentence."""
     if isinstance(x, Node):
         return f"{x.name} ({target_name(x)})" if is_tensor(x) else str(x.meta.get("val", x.name))
     if isinstance(x, (list, tuple)):
-        return "[" + ", ".join(told(item) for item in x) + "]"
+        return "[" + ", ".join(show(item) for item in x) + "]"
     return dtype_name(x) if isinstance(x, torch.dtype) else repr(x)
