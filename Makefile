@@ -100,7 +100,7 @@ bench: $(READY) ## run the benchmarks (needs a CUDA card) and write their figure
 	$(PYTHON) benchmarks/attention_quant.py --suite target --record benchmarks/results
 	$(PYTHON) benchmarks/attention_quant.py --level kernel --suite spread --record fusion_passes/measured
 	$(PYTHON) benchmarks/kv_attention.py --sections decode prefill --record benchmarks/results
-	$(PYTHON) benchmarks/kv_attention.py --sections rope_write quantisation --record fusion_passes/measured
+	$(PYTHON) benchmarks/kv_attention.py --sections rope_write quantization --record fusion_passes/measured
 	$(PYTHON) benchmarks/decode.py --record benchmarks/results
 	$(PYTHON) benchmarks/accuracy.py --record benchmarks/results --write-docs
 

@@ -1,4 +1,4 @@
-"""Attention with FP8 output against the best stock SDPA backend followed by Inductor's quantisation kernel.
+"""Attention with FP8 output against the best stock SDPA backend followed by Inductor's quantization kernel.
 
     python benchmarks/attention_quant.py --suite target --record benchmarks/results
     python benchmarks/attention_quant.py --level kernel --suite spread --record fusion_passes/measured
@@ -144,7 +144,7 @@ def quantize(out: Tensor, scale: Tensor) -> Tensor:
 
 
 def contenders(shape: Shape, backends: Sequence[str] = tuple(BACKENDS)) -> dict[str, Callable[[], object]]:
-    """Stock attention and quantisation for each backend, and the kernel that the op would run."""
+    """Stock attention and quantization for each backend, and the kernel that the op would run."""
     q, k, v, mask, scale = inputs(shape)
     torch.compiler.reset()
     compiled = torch.compile(quantize)

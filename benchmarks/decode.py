@@ -4,9 +4,9 @@
 
 All layers, random weights, one new token for each sequence, the whole step in one CUDA graph.  Variants:
 
-    opaque    the query's quantisation is one kernel in an opaque op, the keys' and values' another with the cache's
+    opaque    the query's quantization is one kernel in an opaque op, the keys' and values' another with the cache's
               write; no passes: what serving engines do
-    exposed   the query is quantised in plain torch, as nn.Attention does, so that Inductor fuses it with RoPE
+    exposed   the query is quantized in plain torch, as nn.Attention does, so that Inductor fuses it with RoPE
     measured  and the passes, where a committed measurement says that they are faster
     ignore    and the passes, wherever they are legal
 
@@ -45,7 +45,7 @@ torch._dynamo.config.recompile_limit = 1000  # every variant and batch compiles 
 
 PAGE = 64
 BASELINE = "opaque"
-VARIANTS: dict[str, tuple[bool, PassConfig]] = {  # whether the query's quantisation is opaque, and the passes
+VARIANTS: dict[str, tuple[bool, PassConfig]] = {  # whether the query's quantization is opaque, and the passes
     "opaque": (True, PassConfig(level="O0")),
     "exposed": (False, PassConfig(level="O0")),
     "measured": (False, PassConfig()),
@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[bool, PassConfig]] = {  # whether the query's quantisa
 
 
 class Switched(Attention):
-    """Attention whose query is quantised in an opaque op if `opaque` says so."""
+    """Attention whose query is quantized in an opaque op if `opaque` says so."""
 
     opaque = False
 

@@ -1,11 +1,11 @@
 """Attention with a KV cache: decode, prefill and mixed batches, and the write to the cache.
 
     python benchmarks/kv_attention.py --sections decode prefill --record benchmarks/results
-    python benchmarks/kv_attention.py --sections rope_write quantisation --record fusion_passes/measured
+    python benchmarks/kv_attention.py --sections rope_write quantization --record fusion_passes/measured
     python benchmarks/kv_attention.py --sections decode --quick
 
 Each section is a module in `benchmarks/kv`, whose docstring says what it compares with what.  `decode` and `prefill`
-measure ops, and are kept in `benchmarks/results`; `rope_write` and `quantisation` measure fusions, whose profitability
+measure ops, and are kept in `benchmarks/results`; `rope_write` and `quantization` measure fusions, whose profitability
 reads them from `fusion_passes/measured`.  A record is written after each row; it says "complete" once it has all.
 """
 
@@ -23,9 +23,9 @@ RECORDS = {
         "--sections rope_write",
         "fusion_passes/measured",
     ),
-    "kv_attention-quantisation": (
+    "kv_attention-quantization": (
         ("paged_decode", "paged_prefill", "paged_prefill_sm90", "quantize"),
-        "--sections quantisation",
+        "--sections quantization",
         "fusion_passes/measured",
     ),
     "kv_attention-decode": (("paged_decode",), "--sections decode", "benchmarks/results"),
@@ -36,7 +36,7 @@ RECORDS = {
     ),
 }
 """By the name of a record: the kernels that it measures, the options that make it, and its folder."""
-SECTIONS = ("decode", "prefill", "rope_write", "quantisation")
+SECTIONS = ("decode", "prefill", "rope_write", "quantization")
 
 # A graph from a cache would not say which fusions it has.
 torch._inductor.config.force_disable_caches = True

@@ -24,14 +24,14 @@ CONFIG = PassConfig(profitability="ignore")
 
 
 def llama(layers: int) -> Graph:
-    """Prefill without a cache: attention and the quantisation of its output."""
+    """Prefill without a cache: attention and the quantization of its output."""
     model = Llama(dataclasses.replace(PRESETS["tiny"], layers=layers)).bfloat16().eval()
     tokens = torch.arange(24)[None]
     return _captured(to_fp8(model, tokens), tokens)
 
 
 def paged_llama(layers: int) -> Graph:
-    """With a paged FP8 cache: RoPE, quantisation and the write to the cache, attention over it."""
+    """With a paged FP8 cache: RoPE, quantization and the write to the cache, attention over it."""
     model = PagedLlama(dataclasses.replace(PRESETS["tiny"], layers=layers, context=64), fp8=True, block_size=16).eval()
     randomize(model)
     model.allocate_cache(pages=4)

@@ -1,9 +1,9 @@
-"""RMSNorm and FP8 quantisation: what Inductor makes of them, against the same program with `rms_norm_quant`.
+"""RMSNorm and FP8 quantization: what Inductor makes of them, against the same program with `rms_norm_quant`.
 
     python benchmarks/rms_norm_quant.py --sizes 4096 --record fusion_passes/measured
     python benchmarks/rms_norm_quant.py --quick
 
-A program normalises rows as Llama does and quantises them by a given scale ("tensor"), by one for each row ("token") or
+A program normalises rows as Llama does and quantizes them by a given scale ("tensor"), by one for each row ("token") or
 by one for 128 neighbours ("group of 128"): in plain torch, which Inductor fuses with the norm, or in an op that it does
 not look into ("opaque").  With "sum" in front a residual is added before the norm, and returned: Inductor takes the sum
 into its kernel, the fused op does not.
@@ -58,7 +58,7 @@ def dynamic(spec: QuantSpec) -> Callable[..., tuple[Tensor, ...]]:
     return run
 
 
-QUANTISATIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+QUANTIZATIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "tensor": lambda y, scale: (quantize(y, scale, E4M3),),
     "tensor, opaque": lambda y, scale: (quantize_fp8(y, scale, E4M3),),
     "token": dynamic(TOKEN),
@@ -68,8 +68,8 @@ QUANTISATIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 
 
 def program(kind: str) -> Callable[..., tuple[Tensor, ...]]:
-    """A norm and the quantisation of this kind, "sum, " in front or not."""
-    quantise = QUANTISATIONS[kind.removeprefix("sum, ")]
+    """A norm and the quantization of this kind, "sum, " in front or not."""
+    quantize = QUANTIZATIONS[kind.removeprefix("sum, ")]
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         y = x.float()
@@ -77,16 +77,16 @@ def program(kind: str) -> Callable[..., tuple[Tensor, ...]]:
         return weight * y.to(x.dtype)
 
     def alone(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        return quantise(norm(x, weight), scale)
+        return quantize(norm(x, weight), scale)
 
     def after_a_sum(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         x = x + residual
-        return x, *quantise(norm(x, weight), scale)
+        return x, *quantize(norm(x, weight), scale)
 
     return after_a_sum if kind.startswith("sum, ") else alone
 
 
-KINDS = tuple(f"{before}{kind}" for before in ("", "sum, ") for kind in QUANTISATIONS)
+KINDS = tuple(f"{before}{kind}" for before in ("", "sum, ") for kind in QUANTIZATIONS)
 
 
 class Compiled:

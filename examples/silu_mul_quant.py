@@ -1,4 +1,4 @@
-"""A fusion of your own, outside the library: SiLU(gate) * up → static FP8 quantisation, as one op of yours."""
+"""A fusion of your own, outside the library: SiLU(gate) * up → static FP8 quantization, as one op of yours."""
 
 import torch
 import torch.nn.functional as F

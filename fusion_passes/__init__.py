@@ -1,4 +1,4 @@
-"""torch.compile (Inductor) passes that fuse across the borders where Inductor stops: attention and FP8 quantisation.
+"""torch.compile (Inductor) passes that fuse across the borders where Inductor stops: attention and FP8 quantization.
 
     import fusion_passes
     model = fusion_passes.compile(model)

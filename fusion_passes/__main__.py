@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fusion_passes",
-        description="torch.compile passes that fuse FP8 quantisation into the ops before it.",
+        description="torch.compile passes that fuse FP8 quantization into the ops before it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

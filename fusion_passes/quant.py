@@ -1,4 +1,4 @@
-"""The vocabulary of FP8 quantisation, in plain torch: what a quantised tensor is, and how one is made.
+"""The vocabulary of FP8 quantization, in plain torch: what a quantized tensor is, and how one is made.
 
 Everywhere in this library `value = code * scale`: a scale multiplies on the way back and divides on the way in.
 """
@@ -19,7 +19,7 @@ Granularity = Literal["tensor", "token", "group"]
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a tensor is quantised.
+    """How a tensor is quantized.
 
     granularity: one scale for the whole `tensor`, for each `token` (all but the last dimension), or for each
     `group` of `group_size` neighbours in the last dimension.

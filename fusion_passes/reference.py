@@ -62,7 +62,7 @@ def attention_quant(
     output_scale_inverse: bool = False,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> Tensor:
-    """``attention`` followed by static per-tensor quantisation: see ``torch.ops.fusion_passes.attention_quant``."""
+    """``attention`` followed by static per-tensor quantization: see ``torch.ops.fusion_passes.attention_quant``."""
     out = attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
     out_scale: Tensor | float = output_scale_factor
     if output_scale is not None:
@@ -191,7 +191,7 @@ def as_cached(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def as_queried(query: Tensor, q_scale: Tensor | None, cache_dtype: torch.dtype) -> Tensor:
-    """The query that goes into the product: quantised like the cache if it has a scale and is not yet FP8."""
+    """The query that goes into the product: quantized like the cache if it has a scale and is not yet FP8."""
     if q_scale is None or query.dtype in FP8_DTYPES:
         return query
     return quantize(query, q_scale.reshape(()), cache_dtype)

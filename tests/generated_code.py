@@ -126,7 +126,7 @@ def allocations(code: str) -> list[int]:
     return counts
 
 
-def kernels_that_quantise(code: str) -> list[str]:
+def kernels_that_quantize(code: str) -> list[str]:
     """The source of each generated kernel in which FP8 codes are made."""
     sources = re.findall(r"(?:async_compile|triton)\w*\.?\w*\('?.*?'''(.*?)'''", code, re.DOTALL)
     return [source for source in sources if re.search(r"float8e4nv|Float8_e4m3fn", source)]

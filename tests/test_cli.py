@@ -238,7 +238,7 @@ def test_list(capsys, monkeypatch):
         capsys.readouterr().out,
         """\
 fusion           environment variable           level  usable  what it does
-attention_quant  FUSION_PASSES_ATTENTION_QUANT  O2     yes     attention + FP8 output quantisation: the attention kernel
+attention_quant  FUSION_PASSES_ATTENTION_QUANT  O2     yes     attention + FP8 output quantization: the attention kernel
                                                                  writes FP8
 
 fusion           usable  kernel and what it needs

@@ -46,7 +46,7 @@ def test_main_prints_both_losses(llama_fp8, capsys):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "sdpa_causal"])
-def test_each_layer_holds_attention_then_quantisation_then_fp8_product(llama_fp8, attention, post_grad_graphs):
+def test_each_layer_holds_attention_then_quantization_then_fp8_product(llama_fp8, attention, post_grad_graphs):
     model, args, kwargs = llama_fp8.build(attention)
     (graph,) = post_grad_graphs(model, *args, **kwargs)
     sdpa = [node for node in graph.nodes if "_scaled_dot_product" in str(node.target)]

@@ -274,7 +274,7 @@ def test_generates_from_a_saved_model(generate, saved, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "' Four score and seven' -> '" in out
     assert "4 tokens for 1 request in" in out
-    assert "weights of 4 products quantised to FP8 at load; scales chosen on the calibration text: the input of" in out
+    assert "weights of 4 products quantized to FP8 at load; scales chosen on the calibration text: the input of" in out
     (saved / "tokenizer.json").unlink()
     generate.main(argv)
     out = capsys.readouterr().out

@@ -73,12 +73,12 @@ def heads_last(x, key, value, metadata, scale):
     return step(x, key.transpose(1, 2), value.transpose(1, 2), metadata, scale)
 
 
-def with_quantised_output(x, key, value, metadata, scale):
+def with_quantized_output(x, key, value, metadata, scale):
     return quantize(step(x, key, value, metadata, scale).flatten(1), scale, E4M3)
 
 
 def with_rope(x, cos, sin, key, value, metadata, scale):
-    """One op rotates, quantises and writes."""
+    """One op rotates, quantizes and writes."""
     query, new_key, new_value = rotated(x, cos, sin), rotated(heads(x)[0], cos, sin), heads(x)[1]
     query = quantize(query, scale, E4M3)
     kv_cache_write(new_key, new_value, key, value, metadata.slot_mapping, scale, scale)
@@ -122,7 +122,7 @@ PROGRAMS = {
     "one cache for two layers": lambda: (one_cache_for_two_layers, inputs(cache(), cache())),
     "heads last": lambda: (heads_last, inputs(cache(heads_last=True), cache(heads_last=True))),
     "with RoPE": lambda: (with_rope, inputs(*angles(), cache(), cache())),
-    "with a quantised output": lambda: (with_quantised_output, inputs(cache(), cache())),
+    "with a quantized output": lambda: (with_quantized_output, inputs(cache(), cache())),
 }
 REORDERED = {
     "read before the write": lambda: (read_before_the_write, inputs(cache(), cache())),

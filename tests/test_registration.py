@@ -220,7 +220,7 @@ def test_a_torch_that_is_too_old_is_named(monkeypatch):
 
 def test_required_is_judged_over_all_graphs_and_until_it_is_met():
     def two_graphs(x):
-        y = attention(x) + 1  # attention without a quantisation: this graph has no place
+        y = attention(x) + 1  # attention without a quantization: this graph has no place
         torch._dynamo.graph_break()
         return unfused(y)
 
@@ -236,12 +236,12 @@ def test_required_is_judged_over_all_graphs_and_until_it_is_met():
 def test_required_through_options_is_judged_graph_by_graph():
     """Nobody looks at the whole there; torch wraps what the compiler raises."""
 
-    def quantised(x):
+    def quantized(x):
         return (attention(x) / 0.37).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
 
     options = fusion_passes.inductor_options(PassConfig(attention_quant="required"))
     with torch.no_grad(), pytest.raises(Exception, match="attention_quant is required and no place in this graph took"):
-        torch.compile(quantised, options=options)(torch.randn(1, 1, 4, 8))
+        torch.compile(quantized, options=options)(torch.randn(1, 1, 4, 8))
 
 
 def test_asked_for_and_without_a_place_is_a_warning(caplog):

@@ -1,7 +1,7 @@
 """Prefill and mixed batches over a paged cache, against gathering the pages and the best that stock torch can do then.
 
 The alternative is a function of three kinds of kernels in one CUDA graph: an Inductor kernel that gathers the pages of
-all sequences into contiguous bf16 keys and values (and dequantises them), SDPA, and Inductor's quantisation of the
+all sequences into contiguous bf16 keys and values (and dequantizes them), SDPA, and Inductor's quantization of the
 output. Of SDPA it takes the fastest form that can express the batch: cuDNN or flash with their causal mask; for a chunk
 behind a context flash's mask that is aligned at the end, cuDNN with a bool mask, or cuDNN over the context and over the
 chunk with the two results merged. The kernel under test reads FP8 queries, which the alternative needs in bf16; neither
@@ -106,7 +106,7 @@ def gathered(cache: Tensor, table: Tensor, scale: Tensor | None) -> Tensor:
     return (x.float() * scale).bfloat16().contiguous()
 
 
-def quantised(out: Tensor, scale: Tensor) -> Tensor:
+def quantized(out: Tensor, scale: Tensor) -> Tensor:
     return (out.float() / scale).clamp(-448.0, 448.0).to(E4M3)
 
 
@@ -117,10 +117,10 @@ def merged(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> Tensor:
 
 
 def alternatives(batch: Batch) -> dict[str, Callable[[], object]]:
-    """The forms of gather, SDPA and quantisation that can express the batch. One for each form of the first part."""
+    """The forms of gather, SDPA and quantization that can express the batch. One for each form of the first part."""
     torch.compiler.reset()
-    gather, quantise = torch.compile(gathered, dynamic=False), torch.compile(quantised, dynamic=False)
-    merge = torch.compile(lambda *x: quantised(merged(*x[:-1]), x[-1]), dynamic=False)
+    gather, quantize = torch.compile(gathered, dynamic=False), torch.compile(quantized, dynamic=False)
+    merge = torch.compile(lambda *x: quantized(merged(*x[:-1]), x[-1]), dynamic=False)
     first_seq = first_token = 0
     slices = []
     for part in batch.parts:
@@ -141,7 +141,7 @@ def alternatives(batch: Batch) -> dict[str, Callable[[], object]]:
                 *(x.transpose(1, 2) for x in (query, key, value)), None, None, part.tokens, length, 0.0,
                 part.tokens > 1, False, scale=SCALE,
             )[0]  # fmt: skip
-            return quantise(out, batch.output_scale)
+            return quantize(out, batch.output_scale)
         if form == "cudnn, merged":
             whole = torch.ops.aten._scaled_dot_product_cudnn_attention
             old, new = slice(0, part.context), slice(part.context, length)
@@ -156,7 +156,7 @@ def alternatives(batch: Batch) -> dict[str, Callable[[], object]]:
         causal = mask is None and part.tokens > 1
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=True)
-        return quantise(out.transpose(1, 2), batch.output_scale)
+        return quantize(out.transpose(1, 2), batch.output_scale)
 
     chunk = batch.parts[0].context > 0
     forms = ("flash", "cudnn, mask", "cudnn, merged") if chunk else ("flash", "cudnn")

@@ -1,7 +1,7 @@
-"""RoPE, FP8 quantisation of query, key and value, and the KV cache's write: four ways, and a copy of as many bytes.
+"""RoPE, FP8 quantization of query, key and value, and the KV cache's write: four ways, and a copy of as many bytes.
 
     plain     all in plain torch, with the write as an indexed assignment: Inductor's own fusion
-    opaque    the query is quantised by an op, key and value by the op that writes the cache: one op after the other
+    opaque    the query is quantized by an op, key and value by the op that writes the cache: one op after the other
     unfused   the query in plain torch, the write by its op; what the passes start from
     fused     the same program with the pass; `matches` says how often it applied
     copy      a kernel that reads and writes as many bytes as one call has to, half of them each
@@ -92,7 +92,7 @@ def keep(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def layer(shape: Shape, quantize_query: Callable[[Tensor, Tensor], Tensor], plain: bool) -> Callable[..., Tensor]:
-    """The program. plain: quantisation and write of key and value in plain torch too."""
+    """The program. plain: quantization and write of key and value in plain torch too."""
     heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
     sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
 

@@ -1,11 +1,11 @@
-"""Attention → FP8 quantisation: the attention kernel writes the FP8 codes itself.
+"""Attention → FP8 quantization: the attention kernel writes the FP8 codes itself.
 
 The rules for the kinds of attention are in `dense_attention_quant` (scaled dot product attention) and
 `paged_attention_quant` (attention with a KV cache).
 
-Saves the attention output's way to memory and back in high precision, and the quantisation kernel.
+Saves the attention output's way to memory and back in high precision, and the quantization kernel.
 
-Rounding: the unfused graph rounds the attention output to bf16 or fp16 before it is quantised; the fused op divides the
+Rounding: the unfused graph rounds the attention output to bf16 or fp16 before it is quantized; the fused op divides the
 fp32 accumulator by the scale and rounds once, to FP8.  Its codes differ from the unfused ones by at most one step, and
 are closer to an fp32 reference.
 """
@@ -53,11 +53,11 @@ from fusion_passes.quant import FP8_DTYPES, dtype_name
 
 @dataclass(frozen=True)
 class AttentionQuant(Alternatives):
-    """The output of an attention reaches, through views only, an FP8 quantisation, and nothing else."""
+    """The output of an attention reaches, through views only, an FP8 quantization, and nothing else."""
 
     name = "attention_quant"
     anchor = "attention"
-    summary = "attention + FP8 output quantisation: the attention kernel writes FP8"
+    summary = "attention + FP8 output quantization: the attention kernel writes FP8"
     ops = ("attention_quant", "paged_attention", "paged_attention_group_quant")
     rules: ClassVar[Mapping[type[Match], Rule[Any]]] = {
         DenseMatch: DenseAttentionQuant(),
@@ -80,7 +80,7 @@ class AttentionQuant(Alternatives):
         for attention in attentions:
             if value(attention.output).dtype in FP8_DTYPES:
                 continue
-            if (miss := _other_quantisation(attention, idioms)) is None:
+            if (miss := _other_quantization(attention, idioms)) is None:
                 goes = f"the attention's output goes to {_readers(attention.output)}"
                 miss = NearMiss(attention.output, self.name, goes)
             yield miss
@@ -94,11 +94,11 @@ def _is_output(node: Node, site: Node) -> bool:
 
 
 STEPS = frozenset({*CASTS, *DIVISIONS, *MULTIPLICATIONS, *CLAMPS, aten.round.default})
-"""What a quantisation consists of, beside views."""
+"""What a quantization consists of, beside views."""
 
 
-def _other_quantisation(attention: Attention | PagedAttention, idioms: Idioms) -> NearMiss | None:
-    """What the fused op does not take of the quantisation that an attention's output reaches, or of the way there: the
+def _other_quantization(attention: Attention | PagedAttention, idioms: Idioms) -> NearMiss | None:
+    """What the fused op does not take of the quantization that an attention's output reaches, or of the way there: the
     first of it.  None where it reaches none."""
     output = attention.output
     near = {miss.node: miss for miss in idioms.near_misses if miss.what in ("quantize", "group_quantize")}
@@ -128,7 +128,7 @@ def _way(node: Node, before: Mapping[Node, Node]) -> list[Node]:
 def _obstacle(
     attention: Attention | PagedAttention, way: list[Node], idioms: Idioms, near: NearMiss | None
 ) -> str | None:
-    """Why the quantisation at the end of a way is not fused, in words; None where there is no quantisation."""
+    """Why the quantization at the end of a way is not fused, in words; None where there is no quantization."""
     end = way[-1]
     grouped = idioms.at(end, GroupQuantize)
     read = grouped or idioms.at(end, Quantize)
@@ -143,22 +143,22 @@ def _obstacle(
         if is_cast(between) and is_high_precision(between):
             dtype = dtype_name(value(between).dtype)
             return (
-                f"rounded to {dtype} before it is quantised; the fused op rounds once: let the attention give {dtype}"
+                f"rounded to {dtype} before it is quantized; the fused op rounds once: let the attention give {dtype}"
             )
         if read is not None:
-            return f"changed by {target_name(between)} ({between.name}) before it is quantised"
+            return f"changed by {target_name(between)} ({between.name}) before it is quantized"
     if near is not None and dense and near.what == "group_quantize":
         scales = "scales that are computed from it"
     if scales is not None:
         takes = "one static scale" + ("" if dense else ", or dynamic ones for groups within a head")
-        return f"quantised with {scales}; the fused op takes {takes}"
+        return f"quantized with {scales}; the fused op takes {takes}"
     if near is not None:
-        return f"quantised, but not as the fused op does: {near.reason}"
+        return f"quantized, but not as the fused op does: {near.reason}"
     return f"made {dtype_name(value(end).dtype)}; the fused op writes FP8 only" if integers else None
 
 
 def _dynamic_scales(node: Node, grouped: GroupQuantize | None) -> str | None:
-    """The scales of the dynamic quantisation that `node` ends, in words; None where it ends none."""
+    """The scales of the dynamic quantization that `node` ends, in words; None where it ends none."""
     if grouped is not None:
         return f"dynamic per-token or per-group scales, one for each {grouped.group_size} elements"
     if (call := op_call(node, among=(DYNAMIC,))) is not None and call.arguments["granularity"] != "group":
@@ -167,7 +167,7 @@ def _dynamic_scales(node: Node, grouped: GroupQuantize | None) -> str | None:
 
 
 def _readers(node: Node) -> str:
-    """Where the output of an attention goes that reaches no quantisation, behind views and casts."""
+    """Where the output of an attention goes that reaches no quantization, behind views and casts."""
     while len(node.users) == 1:
         (user,) = node.users
         if not (is_view(user) or calls(user, *CASTS)):
@@ -177,4 +177,4 @@ def _readers(node: Node) -> str:
     names = [op_name(user) for user in node.users if user.op == "call_function"]
     if unknown := sorted({name for name in names if not name.startswith(("aten.", "prims.", "fusion_passes."))}):
         return f"{readers}: the formula of {', '.join(unknown)} is not known"
-    return f"{readers}, not to a quantisation"
+    return f"{readers}, not to a quantization"

@@ -35,7 +35,7 @@ from fusion_passes.quant import dtype_name
 
 @dataclass(frozen=True, eq=False)
 class DenseMatch(Match):
-    """`views` lead from the attention's output to the match's output, through and behind the quantisation."""
+    """`views` lead from the attention's output to the match's output, through and behind the quantization."""
 
     attention: Attention
     quantize: Quantize
@@ -57,13 +57,13 @@ class DenseMatch(Match):
 
 @dataclass(frozen=True)
 class DenseAttentionQuant(Rule[DenseMatch]):
-    """The output of an `Attention` reaches, through views only, a static FP8 quantisation."""
+    """The output of an `Attention` reaches, through views only, a static FP8 quantization."""
 
     name = "attention_quant"
-    summary = "attention + static FP8 output quantisation"
+    summary = "attention + static FP8 output quantization"
 
     def pattern(self, idioms: Idioms) -> Iterator[DenseMatch]:
-        """Every static quantisation whose input is the output of an `Attention`."""
+        """Every static quantization whose input is the output of an `Attention`."""
         for quantize in idioms.of(Quantize):
             attention, before = _behind_attention(quantize.input, idioms)
             if attention is None:
@@ -116,7 +116,7 @@ class DenseAttentionQuant(Rule[DenseMatch]):
         m.require(why is None, str(why))
 
     def profitability(self, m: DenseMatch) -> None:
-        """Where the kernel that would run was measured to beat stock's best attention and quantisation kernels."""
+        """Where the kernel that would run was measured to beat stock's best attention and quantization kernels."""
         query = value(m.attention.query)
         m.require(query.is_cuda, f"the fused op has no faster kernel on the {query.device.type.upper()}")
         verdict = measured_verdict(m.arguments)

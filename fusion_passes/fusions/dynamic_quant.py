@@ -1,4 +1,4 @@
-"""What several rules ask of a dynamic quantisation, and how a fused op takes its bounds and gives its scales."""
+"""What several rules ask of a dynamic quantization, and how a fused op takes its bounds and gives its scales."""
 
 from __future__ import annotations
 

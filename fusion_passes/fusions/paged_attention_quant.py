@@ -38,7 +38,7 @@ from fusion_passes.quant import FP8_DTYPES, dtype_name
 
 @dataclass(frozen=True, eq=False)
 class PagedMatch(Match):
-    """`views` lead from the attention's output to the match's output, through and behind the quantisation."""
+    """`views` lead from the attention's output to the match's output, through and behind the quantization."""
 
     attention: PagedAttention
     quantize: Quantize
@@ -52,13 +52,13 @@ class PagedMatch(Match):
 
 @dataclass(frozen=True)
 class PagedAttentionQuant(Rule[PagedMatch]):
-    """The output of a `PagedAttention` reaches, through views only, a static FP8 quantisation."""
+    """The output of a `PagedAttention` reaches, through views only, a static FP8 quantization."""
 
     name = "attention_quant"
-    summary = "paged attention + static FP8 output quantisation"
+    summary = "paged attention + static FP8 output quantization"
 
     def pattern(self, idioms: Idioms) -> Iterator[PagedMatch]:
-        """Every static quantisation whose input is the output of a `PagedAttention`."""
+        """Every static quantization whose input is the output of a `PagedAttention`."""
         for quantize in idioms.of(Quantize):
             source, before = through_views(quantize.input)
             attention = _attention(source, idioms)
@@ -102,7 +102,7 @@ class PagedAttentionQuant(Rule[PagedMatch]):
 
 @dataclass(frozen=True, eq=False)
 class PagedGroupMatch(Match):
-    """`before`: the views between the attention and the quantisation."""
+    """`before`: the views between the attention and the quantization."""
 
     attention: PagedAttention
     quantize: GroupQuantize
@@ -116,13 +116,13 @@ class PagedGroupMatch(Match):
 
 @dataclass(frozen=True)
 class PagedAttentionGroupQuant(Rule[PagedGroupMatch]):
-    """The output of a `PagedAttention` reaches, through views only, a dynamic FP8 quantisation per group."""
+    """The output of a `PagedAttention` reaches, through views only, a dynamic FP8 quantization per group."""
 
     name = "attention_quant"
-    summary = "paged attention + FP8 output quantisation with a scale for each group"
+    summary = "paged attention + FP8 output quantization with a scale for each group"
 
     def pattern(self, idioms: Idioms) -> Iterator[PagedGroupMatch]:
-        """Every dynamic quantisation per group whose input is the output of a `PagedAttention`."""
+        """Every dynamic quantization per group whose input is the output of a `PagedAttention`."""
         for quantize in idioms.of(GroupQuantize):
             source, before = through_views(quantize.input)
             attention = _attention(source, idioms)
@@ -152,7 +152,7 @@ class PagedAttentionGroupQuant(Rule[PagedGroupMatch]):
         )
         m.require(
             all(map(keeps_order, m.before)),
-            "the attention's output is transposed before it is quantised; the fused op has groups in its own order",
+            "the attention's output is transposed before it is quantized; the fused op has groups in its own order",
         )
 
     def profitability(self, m: PagedGroupMatch) -> None:
@@ -182,7 +182,7 @@ def _attention(node: Node, idioms: Idioms) -> PagedAttention | None:
 
 
 def _divisor(q: Quantize, device: torch.device, call: Call) -> Node:
-    """One fp32 tensor that the graph's quantisation divides by."""
+    """One fp32 tensor that the graph's quantization divides by."""
     if q.scale is None:
         number = 1.0 / q.scale_factor if q.inverse else q.scale_factor
         return call(aten.full.default, [], number, dtype=torch.float32, device=device)

@@ -1,13 +1,13 @@
-"""The quantisation of the query, out of an op that hides it: Inductor then fuses it into what comes before.
+"""The quantization of the query, out of an op that hides it: Inductor then fuses it into what comes before.
 
     RoPE → paged_attention(query in bf16, q_scale)                    RoPE, saturate(x / scale).to(fp8) in one kernel
-    RoPE → an op that quantises → paged_attention       becomes       → paged_attention(query in FP8)
+    RoPE → an op that quantizes → paged_attention       becomes       → paged_attention(query in FP8)
 
 What comes before is RoPE, a norm of the query, the end of a projection.  Saves a kernel, and the query's way to memory
 and back in high precision.
 
 Rounding: the new nodes compute what the op computed, bit for bit.  But in one kernel with what comes before, Inductor
-quantises the fp32 value that it has there, where the op read it rounded to bf16; and it divides in fp32 with an error
+quantizes the fp32 value that it has there, where the op read it rounded to bf16; and it divides in fp32 with an error
 of up to 2 units in the last place.  So codes differ from the unfused ones by at most one step, and are closer to an
 fp32 reference.
 """
@@ -51,7 +51,7 @@ WITHOUT_TAG = frozenset({aten.cat.default, aten.index.Tensor, aten.constant_pad_
 
 @dataclass(frozen=True, eq=False)
 class QueryQuantMatch(Match):
-    """`query` is quantised by `scale` inside of `by`: an op of its own, or the attention (None)."""
+    """`query` is quantized by `scale` inside of `by`: an op of its own, or the attention (None)."""
 
     attention: PagedAttention
     query: Node
@@ -70,14 +70,14 @@ class QueryQuantMatch(Match):
 
 @dataclass(frozen=True)
 class QueryQuant(Rule[QueryQuantMatch]):
-    """The query of a `PagedAttention` is quantised by the attention itself, or by an op in the table `OPAQUE`."""
+    """The query of a `PagedAttention` is quantized by the attention itself, or by an op in the table `OPAQUE`."""
 
     name = "query_quant"
-    summary = "query quantisation out of the attention op, or of an opaque op: Inductor fuses it with RoPE"
+    summary = "query quantization out of the attention op, or of an opaque op: Inductor fuses it with RoPE"
 
     def pattern(self, idioms: Idioms) -> Iterator[QueryQuantMatch]:
         """Every attention over an FP8 cache with a query that is not FP8, but has a scale; and every opaque
-        quantisation that its query comes from."""
+        quantization that its query comes from."""
         found: set[Node] = set()
         for attention in idioms.of(PagedAttention):
             query, scale = attention.query, attention.arguments["q_scale"]
@@ -102,7 +102,7 @@ class QueryQuant(Rule[QueryQuantMatch]):
         m.require(scale.dtype is torch.float32, f"the scale is {dtype_name(scale.dtype)}; make it float32")
         m.require(
             known(scale.numel() == 1),
-            f"the scale has shape {list(scale.shape)}: not a static per-tensor quantisation",
+            f"the scale has shape {list(scale.shape)}: not a static per-tensor quantization",
         )
         m.require(
             scale.device == query.device,
@@ -128,13 +128,13 @@ class QueryQuant(Rule[QueryQuantMatch]):
         m.require(query.is_cuda, f"nobody measured it on the {query.device.type.upper()}")
         origin = target_name(source) if source.op == "call_function" else "an input of the graph"
         m.require(
-            _is_generated(source), f"the query comes from {origin}, which Inductor does not fuse a quantisation into"
+            _is_generated(source), f"the query comes from {origin}, which Inductor does not fuse a quantization into"
         )
         verdict = measured_verdict(value(m.attention.query), inside=m.by is None)
         m.require(verdict.is_faster, verdict.why)
 
     def replacement(self, m: QueryQuantMatch, call: Call) -> Node:
-        """The quantisation in plain torch; where it was in the attention, the attention with FP8 queries."""
+        """The quantization in plain torch; where it was in the attention, the attention with FP8 queries."""
         if m.by is not None:
             packed = is_contiguous(value(m.output))
             return _quantized(m.query, m.scale, value(m.output).dtype, m.by, call, packed=packed)
@@ -156,9 +156,9 @@ class QueryQuant(Rule[QueryQuantMatch]):
                 )
 
     def describe(self, m: QueryQuantMatch) -> str:
-        """`query bfloat16 [256, 32, 128], quantised inside of fusion_passes.quantize_fp8`."""
+        """`query bfloat16 [256, 32, 128], quantized inside of fusion_passes.quantize_fp8`."""
         query = value(m.query)
-        return f"query {dtype_name(query.dtype)} {list(query.shape)}, quantised inside of {op_name(made_by(m.output))}"
+        return f"query {dtype_name(query.dtype)} {list(query.shape)}, quantized inside of {op_name(made_by(m.output))}"
 
 
 def _quantized(x: Node, scale: Node, dtype: torch.dtype, op: OpaqueOp, call: Call, *, packed: bool) -> Node:

@@ -1,10 +1,10 @@
-"""The FP8 quantisation of an RMSNorm's output: the norm writes FP8.
+"""The FP8 quantization of an RMSNorm's output: the norm writes FP8.
 
     RMSNorm → saturate(x / scale).to(fp8)                   becomes   rms_norm_quant
     RMSNorm → scales = amax over groups / 448,              becomes   rms_norm_group_quant
               saturate(x / scales).to(fp8)
 
-Inductor makes one kernel of these itself, unless an op that it does not look into quantises; so this pays for such ops,
+Inductor makes one kernel of these itself, unless an op that it does not look into quantizes; so this pays for such ops,
 and where Inductor reads x twice.
 
 Rounding: the fused op computes the norm in fp32 and rounds once, to FP8, where the graph rounds to bf16 or fp16 before
@@ -52,14 +52,14 @@ class RMSNormQuantMatch(Match):
 
 @dataclass(frozen=True)
 class RMSNormQuant(Rule[RMSNormQuantMatch]):
-    """The output of an RMSNorm reaches, through views only, an FP8 quantisation, and nothing else."""
+    """The output of an RMSNorm reaches, through views only, an FP8 quantization, and nothing else."""
 
     name = "rms_norm_quant"
-    summary = "RMSNorm + FP8 quantisation, static, per token or per group: the norm's kernel writes FP8"
+    summary = "RMSNorm + FP8 quantization, static, per token or per group: the norm's kernel writes FP8"
     ops = ("rms_norm_quant", "rms_norm_group_quant")
 
     def pattern(self, idioms: Idioms) -> Iterator[RMSNormQuantMatch]:
-        """Every quantisation whose input is the output of an RMSNorm."""
+        """Every quantization whose input is the output of an RMSNorm."""
         found: list[Quantize | GroupQuantize] = [*idioms.of(Quantize), *idioms.of(GroupQuantize)]
         for q in found:
             source, before = through_views(q.input)
@@ -78,7 +78,7 @@ class RMSNormQuant(Rule[RMSNormQuantMatch]):
             )
 
     def legality(self, m: RMSNormQuantMatch) -> None:
-        """The quantisation is one that the kernel does, of groups within a row."""
+        """The quantization is one that the kernel does, of groups within a row."""
         x, q = value(m.norm.input), m.quantize
         if isinstance(q, Quantize):
             check_static(m, q, x, FP8_DTYPES)
@@ -89,11 +89,11 @@ class RMSNormQuant(Rule[RMSNormQuantMatch]):
         )
         m.require(
             all(map(keeps_order, m.views)),
-            "the norm's output is transposed before it is quantised; the fused op has groups in its own order",
+            "the norm's output is transposed before it is quantized; the fused op has groups in its own order",
         )
 
     def profitability(self, m: RMSNormQuantMatch) -> None:
-        """Where it was measured to beat Inductor's kernel, or two of them where an op quantises."""
+        """Where it was measured to beat Inductor's kernel, or two of them where an op quantizes."""
         q = m.quantize
         verdict = measured_verdict(value(m.norm.input), getattr(q, "group_size", None), opaque=q.opaque is not None)
         m.require(verdict.is_faster, verdict.why)

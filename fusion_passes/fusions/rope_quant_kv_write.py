@@ -1,10 +1,10 @@
-"""RoPE of query and key, quantisation, and the write to the KV cache: one kernel.
+"""RoPE of query and key, quantization, and the write to the KV cache: one kernel.
 
     rope(query) → saturate(x / scale).to(fp8)        rope(key), value → kv_cache_write
     becomes   fusion_passes::rope_quant_kv_write, which writes the caches in place as kv_cache_write does
 
-The query's quantisation may be missing: then the rotated query leaves as it does in the graph.  Key and value may be
-quantised by the write, or before it.
+The query's quantization may be missing: then the rotated query leaves as it does in the graph.  Key and value may be
+quantized by the write, or before it.
 
 Saves what Inductor's kernel for the query and the key's way to memory and back cost beside it: one kernel reads the
 projection once and writes the codes where they belong.
@@ -60,13 +60,13 @@ from fusion_passes.quant import dtype_name
 OUTPUT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Of the query's codes."""
 TABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.complex64)
-QUANTISED_WITHIN = 8
-"""Steps behind the rotated query in which a quantisation that could not be read is looked for."""
+QUANTIZED_WITHIN = 8
+"""Steps behind the rotated query in which a quantization that could not be read is looked for."""
 
 
 @dataclass(frozen=True)
 class _Written:
-    """A key or value on its way to the write: from `source`, by views and casts (`path`), with a quantisation among
+    """A key or value on its way to the write: from `source`, by views and casts (`path`), with a quantization among
     them, or none."""
 
     source: Node
@@ -84,7 +84,7 @@ class _Written:
 @dataclass(frozen=True, eq=False)
 class RopeWriteMatch(Match):
     """quantize: of the query, and views that lead from the rotated query to the match's output, through and behind
-    it.  key, value: what goes into the write, before their own quantisations if they have some."""
+    it.  key, value: what goes into the write, before their own quantizations if they have some."""
 
     query: Rope
     quantize: Quantize | None
@@ -97,7 +97,7 @@ class RopeWriteMatch(Match):
     query_layout: Layout
     key_layout: Layout
     unread: str = ""
-    """Why a quantisation of the query could not be read."""
+    """Why a quantization of the query could not be read."""
 
     @property
     def site(self) -> Node:
@@ -116,7 +116,7 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
 
     name = "rope_quant_kv_write"
     anchor = "rope"
-    summary = "RoPE + FP8 quantisation of query, key and value + the KV cache's write: one kernel"
+    summary = "RoPE + FP8 quantization of query, key and value + the KV cache's write: one kernel"
     ops = ("rope_quant_kv_write",)
 
     def pattern(self, idioms: Idioms) -> Iterator[RopeWriteMatch]:
@@ -148,7 +148,7 @@ class RopeQuantKVWrite(Rule[RopeWriteMatch]):
 
     def legality(self, m: RopeWriteMatch) -> None:
         """The op must be able to say it, and its kernel to take it: see the sentences."""
-        m.require(not m.unread, f"the query's quantisation is not read: {m.unread}")
+        m.require(not m.unread, f"the query's quantization is not read: {m.unread}")
         query, key, val = value(m.query.x), value(m.rope.x), value(m.value.source)
         cache = value(m.write.caches[0])
         for name, table in (("cos", m.rope.cos), ("sin", m.rope.sin)):
@@ -309,7 +309,7 @@ def _match(
         views = following_views(query.output, is_wide_cast)
         output = views[-1] if views else query.output
         nodes = query.nodes | {*views}
-        unread = _unread_quantisation(output, idioms)
+        unread = _unread_quantization(output, idioms)
     caches = tuple(node for _, node in sorted(write.written.items()))
     val = _written(write.value, idioms)
     head = head_dimension(rope.x, (rope.cos, rope.sin), key.path, value(write.key))
@@ -347,7 +347,7 @@ def _behind_rope(node: Node, idioms: Idioms) -> tuple[Rope | None, tuple[Node, .
 
 
 def _written(node: Node, idioms: Idioms) -> _Written:
-    """Where a key or a value comes from: up through views, a quantisation, and for a rotated key what lies between."""
+    """Where a key or a value comes from: up through views, a quantization, and for a rotated key what lies between."""
     source, views = through_views(node)
     quantize = None
     for i, step in enumerate((source, *views)):
@@ -360,15 +360,15 @@ def _written(node: Node, idioms: Idioms) -> _Written:
     return _Written(node, path, quantize) if rope is None else _Written(rope.output, (*before, *path), quantize)
 
 
-def _unread_quantisation(node: Node, idioms: Idioms) -> str:
-    """Why the quantisation of `node`, which is near behind it, is not known; "" where there is none."""
+def _unread_quantization(node: Node, idioms: Idioms) -> str:
+    """Why the quantization of `node`, which is near behind it, is not known; "" where there is none."""
     reasons = {miss.node: miss.reason for miss in idioms.near_misses if miss.what == "quantize"}
     seen, work = {node}, [(node, 0)]
     while work:
         node, steps = work.pop()
         if node in reasons:
             return reasons[node]
-        for user in node.users if steps < QUANTISED_WITHIN else ():
+        for user in node.users if steps < QUANTIZED_WITHIN else ():
             if user not in seen and is_tensor(user):
                 seen.add(user)
                 work.append((user, steps + 1))

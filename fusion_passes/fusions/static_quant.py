@@ -1,4 +1,4 @@
-"""What several rules ask of a static quantisation."""
+"""What several rules ask of a static quantization."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from fusion_passes.quant import dtype_name, max_value
 
 
 def check_static(m: Match, q: Quantize, query: Tensor, dtypes: Collection[torch.dtype]) -> None:
-    """Decline unless the quantisation is what a kernel does that divides by one fp32 scale and saturates.
+    """Decline unless the quantization is what a kernel does that divides by one fp32 scale and saturates.
 
     query: tells the device.  dtypes: that the fused op can give."""
     m.require(
         q.rounding == "cast",
-        f"{q.opaque or 'the quantisation'} rounds to whole numbers before the cast; the fused op does not",
+        f"{q.opaque or 'the quantization'} rounds to whole numbers before the cast; the fused op does not",
     )
     m.require(
         q.dtype in dtypes,
-        f"the graph quantises to {dtype_name(q.dtype)}, the fused op to {' or '.join(map(dtype_name, dtypes))}",
+        f"the graph quantizes to {dtype_name(q.dtype)}, the fused op to {' or '.join(map(dtype_name, dtypes))}",
     )
     m.require(
         q.compute_dtype.itemsize > 1,
-        f"the graph rounds to {dtype_name(q.compute_dtype)} before it quantises; the fused op does not",
+        f"the graph rounds to {dtype_name(q.compute_dtype)} before it quantizes; the fused op does not",
     )
     limit = max_value(q.dtype)
     m.require(

@@ -51,7 +51,7 @@ def _attention(idioms: Idioms) -> Iterator[Idiom | NearMiss]:
 
 
 def _quantize(idioms: Idioms) -> Iterator[Idiom | NearMiss]:
-    """Of what is a dynamic quantisation, or nearly one, nothing more is said."""
+    """Of what is a dynamic quantization, or nearly one, nothing more is said."""
     dynamic = idioms.items(GroupQuantize)
     told = {item.output if isinstance(item, Idiom) else item.node for item in dynamic}
     return quantize.recognize(idioms.graph, apart_from=told)

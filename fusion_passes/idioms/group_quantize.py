@@ -1,4 +1,4 @@
-"""GroupQuantize: FP8 quantisation by scales chosen from the tensor itself, one for each group of neighbours.
+"""GroupQuantize: FP8 quantization by scales chosen from the tensor itself, one for each group of neighbours.
 
 Read upwards from the cast to FP8, as `Quantize` is: casts, clamps and views, one division by a tensor of scales, and
 the tensor; from the scales, too: `(cast | clamp | times or over a number | a number over it | view)*` with an expansion
@@ -54,7 +54,7 @@ OPAQUE = "fusion_passes::quantize_fp8_dynamic"
 class GroupQuantize(Idiom):
     """`output = views(cast(clamp(input / scale)))` with `scale = max(amax(|input|) / largest code, min_scale)`.
 
-    input: the high-precision tensor before any cast and view of the quantisation.
+    input: the high-precision tensor before any cast and view of the quantization.
     scales: the node that holds the scales, one for each `group_size` neighbours of input, in their order; None where
         nothing does.
     clamp: the bounds applied before the cast; None without a clamp.
@@ -87,7 +87,7 @@ class GroupQuantize(Idiom):
 
 
 def recognize(graph: Graph) -> Iterator[GroupQuantize | NearMiss]:
-    """Every dynamic quantisation per group of the graph, and what only looks like one.  Never raises."""
+    """Every dynamic quantization per group of the graph, and what only looks like one.  Never raises."""
     return read_all(graph, "group_quantize", _read)
 
 
@@ -98,7 +98,7 @@ def _read(node: Node) -> GroupQuantize | None:
         return None
     try:
         return _read_chain(node, node.all_input_nodes[0])
-    except Unread as failure:  # the place is always the cast, where a static quantisation would be found too
+    except Unread as failure:  # the place is always the cast, where a static quantization would be found too
         raise Unread(node, failure.reason) from None
 
 
@@ -107,7 +107,7 @@ def _read_chain(output: Node, source: Node) -> GroupQuantize | None:
     behind = up(source, Cast, Clamp, OrderedView)
     division = top(behind, source)
     if (clamp := _bounds(behind)) is None or (divided := _divided(division, value(output).dtype)) is None:
-        return None  # no dynamic quantisation
+        return None  # no dynamic quantization
     x, scales = divided
     widened = up(x, ExactCast, OrderedView)
     root = top(widened, x)
@@ -117,11 +117,11 @@ def _read_chain(output: Node, source: Node) -> GroupQuantize | None:
         return None  # the scales come from another tensor
     for taken in reversed(behind):
         if isinstance(taken, RoundingCast):
-            raise Unread(output, f"the quotient is rounded to {_dtype(taken.node)} before it is quantised")
+            raise Unread(output, f"the quotient is rounded to {_dtype(taken.node)} before it is quantized")
     if not any(isinstance(taken, Abs) for taken in magnitudes):
         raise Unread(output, "the scales come from the largest element, not from the largest magnitude")
     if not is_high_precision(root):
-        raise Unread(output, f"quantises {root.name}, which is not a high-precision floating-point tensor")
+        raise Unread(output, f"quantizes {root.name}, which is not a high-precision floating-point tensor")
     nodes = {output, division, *scales.nodes, *(taken.node for taken in (*behind, *widened, *magnitudes))}
     scale = replace(scales.chain[-1][1], flipped=False)
     holder, beside = _holder(scales.chain, nodes, scale)
@@ -146,7 +146,7 @@ def _bounds(steps: list[Step]) -> tuple[float, float] | None:
     for taken in steps:
         if isinstance(taken, Clamp):
             if taken.broadcasts or taken.bounds is None or any(map(math.isnan, taken.bounds)):
-                return None  # said of a static quantisation
+                return None  # said of a static quantization
             bounds = clamped_before(bounds, *taken.bounds)
     return bounds
 

@@ -99,7 +99,7 @@ class Idioms:
         return self.of(Idiom)
 
     def __len__(self) -> int:
-        return len(list(self))
+        return sum(1 for _ in self)
 
 
 Reader = Callable[[Idioms], Iterator[Idiom | NearMiss]]

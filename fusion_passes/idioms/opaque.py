@@ -1,4 +1,4 @@
-"""Ops that quantise in one call and that Inductor does not look into: which they are, and what exactly they compute.
+"""Ops that quantize in one call and that Inductor does not look into: which they are, and what exactly they compute.
 
 By name, so that the packages that define them need not be there.  An op is listed only where all of its formula is
 known: division or multiplication by the reciprocal, rounded, of the scale; what becomes of NaN; on which device.

@@ -33,10 +33,10 @@ SECTIONS: tuple[tuple[str, str, Mapping[str, Callable[..., Any]]], ...] = (
         "`x [tokens, heads, head_dim]`, `cos` and `sin` with a column for each pair of dimensions that is turned.",
         rope.SPELLINGS,
     ),
-    ("Static per-tensor quantisation", "`x [tokens, hidden]`, `scale` with one element.", quantize.SPELLINGS),
+    ("Static per-tensor quantization", "`x [tokens, hidden]`, `scale` with one element.", quantize.SPELLINGS),
     ("RMSNorm", "`x [..., hidden]`, `weight [hidden]`.", rms_norm.SPELLINGS),
     (
-        "Dynamic quantisation per group",
+        "Dynamic quantization per group",
         "`x [tokens, hidden]`; codes and scales of groups of 32.",
         group_quantize.SPELLINGS,
     ),
@@ -50,7 +50,7 @@ def spellings_page() -> str:
         parts.append(f"## {title}\n\n{inputs}\n")
         parts += [f"### {name}\n\n```python\n{_body(function)}\n```\n" for name, function in spellings.items()]
     ops = "\n".join(f"- `{name}`" for name in (*opaque.OPAQUE, QUANTIZED_DECOMPOSED))
-    parts.append(f"### ops that quantise in one call\n\n{ops}\n")
+    parts.append(f"### ops that quantize in one call\n\n{ops}\n")
     return "\n".join(parts)
 
 

@@ -1,7 +1,7 @@
-"""Quantize: static per-tensor FP8 quantisation, `cast(clamp(x / scale))`.
+"""Quantize: static per-tensor FP8 quantization, `cast(clamp(x / scale))`.
 
 Read upwards from the cast to FP8: `(cast | clamp | round | view)* scaled? (exact cast | view)*`, where the scale has
-one element.  A cast alone is a quantisation with scale 1.
+one element.  A cast alone is a quantization with scale 1.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ QUANTIZED_DECOMPOSED = "quantized_decomposed::quantize_per_tensor"
 class Quantize(Idiom):
     """`output = views(cast(clamp(round(input / (scale * scale_factor)))))`.
 
-    input: the high-precision tensor before any cast of the quantisation.
+    input: the high-precision tensor before any cast of the quantization.
     scale: a tensor of one element (any rank, any float dtype), or None where the scale is the number `scale_factor`.
         Scalar steps that only prepare it are read: `1 / s` becomes `s` with the other `inverse`, `s * 2` becomes
         `scale_factor`, views fall away.  So `x * (1 / s)` is read as a division by s,
@@ -98,7 +98,7 @@ class Quantize(Idiom):
         total: Tensor | float = self.scale_factor
         if self.scale is not None:
             if scale is None:
-                raise ValueError("this quantisation has a scale tensor: give its value")
+                raise ValueError("this quantization has a scale tensor: give its value")
             total = scale.reshape(()).to(x.device, torch.float32) * self.scale_factor
         y = x.float() * total if self.inverse else x.float() / total
         y = y.to(self.compute_dtype).float()
@@ -112,7 +112,7 @@ class Quantize(Idiom):
 
 
 def recognize(graph: Graph, apart_from: Collection[Node] = ()) -> Iterator[Quantize | NearMiss]:
-    """Every static per-tensor FP8 quantisation of the graph, and what only looks like one.  Never raises.
+    """Every static per-tensor FP8 quantization of the graph, and what only looks like one.  Never raises.
 
     apart_from: casts that something else has been said about."""
     return read_all(graph, "quantize", lambda node: None if node in apart_from else _read(node))
@@ -150,7 +150,7 @@ class _Scaled(Step):
 
 
 def _without_producer(steps: list[Step]) -> list[Step]:
-    """Of a chain without a scale, what belongs to the quantisation: a rounding cast with nothing of it before, no clamp
+    """Of a chain without a scale, what belongs to the quantization: a rounding cast with nothing of it before, no clamp
     and no rounding to whole numbers, is the producer's own."""
     own = 1 + max((i for i, taken in enumerate(steps) if isinstance(taken, (Clamp, Round))), default=-1)
     return _without_last_views([*steps[:own], *takewhile(lambda s: not isinstance(s, RoundingCast), steps[own:])])
@@ -169,7 +169,7 @@ def _widened(x: Node) -> list[Step]:
     above = top(steps, x)
     both = operands(above, *DIVISIONS, *MULTIPLICATIONS)
     if both is not None and is_scalar(both[0]) != is_scalar(both[1]):
-        raise Unread(above, f"scaled twice: {above.name} scales the tensor before the quantisation does")
+        raise Unread(above, f"scaled twice: {above.name} scales the tensor before the quantization does")
     return _without_last_views(steps)
 
 
@@ -227,17 +227,17 @@ def _refuse_scale(node: Node, x: Node, by: object) -> None:
         kind = "per-channel"
     else:
         kind = "per-group"
-    raise Unread(node, f"scale has shape {shape_of(scale)}: a {kind} quantisation, not a static per-tensor one")
+    raise Unread(node, f"scale has shape {shape_of(scale)}: a {kind} quantization, not a static per-tensor one")
 
 
 def _quantize(output: Node, source: Node, chain: list[Step], widened: Sequence[Step] = ()) -> Quantize:
-    """The idiom of the steps that lead to `source`, the last one first: of the quantisation itself, the scaling among
+    """The idiom of the steps that lead to `source`, the last one first: of the quantization itself, the scaling among
     them, then those that widen its input."""
     steps = [*chain, *widened]
     clamp = _bounds(chain)
     x = top(steps, source)
     if not is_high_precision(x):
-        raise Unread(x, f"quantises {x.name}, which is not a high-precision floating-point tensor")
+        raise Unread(x, f"quantizes {x.name}, which is not a high-precision floating-point tensor")
     scaled = next((taken for taken in chain if isinstance(taken, _Scaled)), _Scaled(output, x, None, 1.0, False))
     if scaled.scale is not None:
         _check_scale(output, scaled.scale, x)
@@ -283,7 +283,7 @@ def _constant_bounds(clamp: Clamp, rounds: bool) -> tuple[float, float]:
 
 
 def _compute_dtype(output: Node, x: Node, chain: list[Step]) -> torch.dtype:
-    """The narrowest dtype that a step of the quantisation gives."""
+    """The narrowest dtype that a step of the quantization gives."""
     dtypes = {value(taken.node).dtype for taken in chain if not isinstance(taken, View)} or {value(x).dtype}
     if {torch.float16, torch.bfloat16} <= dtypes:
         raise Unread(output, "the quotient is rounded to float16 and to bfloat16")
@@ -299,11 +299,11 @@ def _check_scale(node: Node, scale: Node, x: Node) -> None:
         )
     root, _ = through_views(x)
     if depends_on(scale, root):
-        raise Unread(node, "the scale is computed in the graph from the tensor itself: a dynamic quantisation")
+        raise Unread(node, "the scale is computed in the graph from the tensor itself: a dynamic quantization")
 
 
 def _opaque(call: OpCall, op: OpaqueOp) -> Quantize | None:
-    """A quantisation by an op of the table."""
+    """A quantization by an op of the table."""
     dtype = value(call.output).dtype
     if dtype not in FP8_DTYPES or call.written != op.result:
         return None
@@ -342,6 +342,6 @@ def _one_op(call: OpCall, x: object, scale: object) -> Quantize:
         raise Unread(node, f"the input of {name} is not a high-precision tensor")
     if not is_scalar(scale):
         _refuse_scale(node, x, scale)
-        raise Unread(node, f"the scale of {name} is as large as the tensor: not a static per-tensor quantisation")
+        raise Unread(node, f"the scale of {name} is as large as the tensor: not a static per-tensor quantization")
     found = _quantize(node, x, [_scaled_by(node, x, scale, divides=True)], _widened(x))
     return replace(found, nodes=found.nodes | call.nodes, compute_dtype=torch.float32, opaque=name)

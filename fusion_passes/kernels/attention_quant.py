@@ -1,7 +1,7 @@
 """Attention with FP8 output in plain Triton: every shape, stride and mask that the operator allows, on any FP8 GPU.
 
 One program computes BLOCK_M query rows of one head with an online softmax. Key blocks that every row sees whole run in
-a loop without bounds; the diagonal and the end of the keys run in a second one. The quantisation is the epilogue.
+a loop without bounds; the diagonal and the end of the keys run in a second one. The quantization is the epilogue.
 """
 
 import functools

@@ -13,6 +13,6 @@ def to_fp8(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def quantised(x, scale, dtype: tl.constexpr):
+def quantized(x, scale, dtype: tl.constexpr):
     """Codes by rounded division, as plain torch has them."""
     return to_fp8(tl.div_rn(x.to(tl.float32), scale), dtype)

@@ -55,7 +55,7 @@ def store_rows(
         at = row[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
         tl.store(out_scales_ptr + at, scale, mask=own[:, None])
     elif dtype.is_fp8():
-        # Not `quantised`: what is divided is itself rounded in another order than elsewhere, and `/` is faster.
+        # Not `quantized`: what is divided is itself rounded in another order than elsewhere, and `/` is faster.
         x = x / scale_or_one(output_scale_ptr)
     if dtype.is_fp8():
         y = to_fp8(x, dtype)

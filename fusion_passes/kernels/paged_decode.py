@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusion_passes.kernels.device import launches_early, multiprocessors
-from fusion_passes.kernels.fp8 import quantised, to_fp8
+from fusion_passes.kernels.fp8 import quantized, to_fp8
 from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, scale_or_one, store_rows
 from fusion_passes.quant import FP8_DTYPES, SMALLEST_SCALE
 
@@ -59,7 +59,7 @@ def _prepare_query(q, factor, q_scale_ptr, KEY: tl.constexpr, VALUE: tl.constexp
     """The query rows [BLOCK_M, HEAD_DIM] as the matrix unit takes them, in VALUE, and the positive factor of a logit,
     for all rows or for each."""
     if KEY.is_fp8() and q_scale_ptr is not None and not q.dtype.is_fp8():
-        q = quantised(q, tl.load(q_scale_ptr), KEY)
+        q = quantized(q, tl.load(q_scale_ptr), KEY)
     # A maximum times the factor is the maximum of the products only for a positive factor: the query takes the sign.
     sign = tl.where(factor < 0.0, -1.0, 1.0)
     factor = tl.maximum(tl.abs(factor), 1e-30, propagate_nan=tl.PropagateNan.ALL)  # 0 * -inf would be NaN

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_passes.kernels.fp8 import quantised, to_fp8
+from fusion_passes.kernels.fp8 import quantized, to_fp8
 from fusion_passes.kernels.paged import LOG2_E, LOWEST, page_of, scale_or_one, store_rows
 from fusion_passes.quant import FP8_DTYPES, SMALLEST_SCALE
 
@@ -198,7 +198,7 @@ def _paged_prefill(
     factor = scale * scale_or_one(q_scale_ptr) * scale_or_one(k_scale_ptr)
     if KEY.is_fp8():
         if q_scale_ptr is not None and not q.dtype.is_fp8():
-            q = quantised(q, tl.load(q_scale_ptr), KEY)
+            q = quantized(q, tl.load(q_scale_ptr), KEY)
         if q.dtype == tl.bfloat16:
             # To fp16 without a loss: each row divided by a power of two, so that its largest number is near 1.
             largest = tl.max(tl.abs(q.to(tl.float32)), 1)
@@ -389,16 +389,16 @@ def _shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-QUANTISED = tl.constexpr(32)  # rows of a program of `_quantise`
+QUANTIZED = tl.constexpr(32)  # rows of a program of `_quantize`
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _quantise(out_ptr, x_ptr, scale_ptr, x_token, x_head, rows, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * QUANTISED + tl.arange(0, QUANTISED)
+def _quantize(out_ptr, x_ptr, scale_ptr, x_token, x_head, rows, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * QUANTIZED + tl.arange(0, QUANTIZED)
     dims = tl.arange(0, HEAD_DIM)
     own = (row < rows)[:, None]
     x = tl.load(x_ptr + (row // HEADS * x_token + row % HEADS * x_head)[:, None] + dims[None, :], mask=own, other=0.0)
-    y = quantised(x, tl.load(scale_ptr), out_ptr.dtype.element_ty)
+    y = quantized(x, tl.load(scale_ptr), out_ptr.dtype.element_ty)
     tl.store(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], y, mask=own)
 
 
@@ -426,7 +426,7 @@ def launch(
 ) -> None:
     """As `launch_portable`, by the kernel for Hopper unless `why_portable` says no.
 
-    That one multiplies FP8 with FP8, so a query to be quantised is quantised before.
+    That one multiplies FP8 with FP8, so a query to be quantized is quantized before.
     """
     options = {
         "scale": scale,
@@ -447,7 +447,7 @@ def launch(
     if q_scale is not None and query.dtype not in FP8_DTYPES:
         codes = torch.empty(query.shape, dtype=key_cache.dtype, device=query.device)
         rows = tokens * heads
-        _quantise[(triton.cdiv(rows, QUANTISED.value),)](
+        _quantize[(triton.cdiv(rows, QUANTIZED.value),)](
             codes, query, q_scale, *query.stride()[:2], rows, HEADS=heads, HEAD_DIM=head_dim
         )
         query = codes
@@ -470,9 +470,9 @@ def why_portable(
         return why
     from fusion_passes.kernels import paged_prefill_sm90
 
-    quantised = q_scale is not None and query.dtype not in FP8_DTYPES
+    quantized = q_scale is not None and query.dtype not in FP8_DTYPES
     return paged_prefill_sm90.why_unsupported(
-        query, key_cache, value_cache, quantised=quantised, scale=scale, group_size=group_size
+        query, key_cache, value_cache, quantized=quantized, scale=scale, group_size=group_size
     )
 
 

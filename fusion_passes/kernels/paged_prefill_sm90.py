@@ -725,16 +725,16 @@ def why_unsupported(
     key_cache: Tensor,
     value_cache: Tensor,
     *,
-    quantised: bool,
+    quantized: bool,
     scale: float,
     group_size: int | None,
 ) -> str | None:
     """Why `launch` does not take these tensors, or None if it does.
 
-    quantised: what it gets is a contiguous copy of query in the dtype of the cache.
+    quantized: what it gets is a contiguous copy of query in the dtype of the cache.
     """
     head_dim, group = query.shape[2], query.shape[1] // key_cache.shape[1]
-    if query.dtype != key_cache.dtype and not quantised:
+    if query.dtype != key_cache.dtype and not quantized:
         return f"query is {query.dtype}, the cache {key_cache.dtype}: the matrix unit takes one dtype"
     config = CONFIG.get((head_dim, key_cache.dtype in FP8_DTYPES))
     if config is None:
@@ -747,7 +747,7 @@ def why_unsupported(
         return f"a maximum of scores times {scale} is not the maximum of the products"
     if group_size not in (None, head_dim):
         return f"a group of {group_size} is not a head"
-    for x in (key_cache, value_cache) if quantised else (query, key_cache, value_cache):
+    for x in (key_cache, value_cache) if quantized else (query, key_cache, value_cache):
         steps = (stride * x.itemsize for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
         if any(step % 16 or not 0 < step < 2**40 for step in (*steps, x.data_ptr() % 16 + 16)):
             return "TMA needs addresses and strides that are positive multiples of 16 bytes"

@@ -1,10 +1,10 @@
-"""FP8 quantisation in Triton, as one kernel: by a scale that is given, or by the largest magnitude of each group."""
+"""FP8 quantization in Triton, as one kernel: by a scale that is given, or by the largest magnitude of each group."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_passes.kernels.fp8 import quantised
+from fusion_passes.kernels.fp8 import quantized
 from fusion_passes.quant import SMALLEST_SCALE, max_value
 
 BLOCK = 2048
@@ -14,7 +14,7 @@ BLOCK = 2048
 @triton.jit
 def _by_scale(out, x, scale, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    codes = quantised(tl.load(x + at, mask=at < count), tl.load(scale), out.dtype.element_ty)
+    codes = quantized(tl.load(x + at, mask=at < count), tl.load(scale), out.dtype.element_ty)
     tl.store(out + at, codes, mask=at < count)
 
 
@@ -31,7 +31,7 @@ def _by_group(
     magnitude = tl.where(tl.max((y != y).to(tl.int32), 1) > 0, float("nan"), magnitude)
     scale = tl.maximum(tl.div_rn(magnitude, LIMIT), SMALLEST, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.minimum(scale, largest_scale, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(out + at, quantised(y, scale[:, None], out.dtype.element_ty), mask=inside)
+    tl.store(out + at, quantized(y, scale[:, None], out.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < groups)
 
 

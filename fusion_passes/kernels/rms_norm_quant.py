@@ -1,11 +1,11 @@
-"""RMSNorm and FP8 quantisation in Triton, as one kernel: by a scale that is given, or by the largest magnitude of each
+"""RMSNorm and FP8 quantization in Triton, as one kernel: by a scale that is given, or by the largest magnitude of each
 group.  A program holds whole rows, so that x is read once; all is computed in fp32 and rounded once, to FP8."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_passes.kernels.fp8 import quantised, to_fp8
+from fusion_passes.kernels.fp8 import quantized, to_fp8
 from fusion_passes.quant import max_value
 
 BLOCK = 2048
@@ -33,7 +33,7 @@ def _by_scale(
     row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)[None, :]
     y = _normalized(x, weight, row, stride, rows, eps, offset, SIZE, COLUMNS)
     by = factor if scale is None else tl.load(scale) * factor
-    codes = to_fp8(y * by, out.dtype.element_ty) if INVERSE else quantised(y, by, out.dtype.element_ty)
+    codes = to_fp8(y * by, out.dtype.element_ty) if INVERSE else quantized(y, by, out.dtype.element_ty)
     tl.store(out + row[:, None] * SIZE + column, codes, mask=(row[:, None] < rows) & (column < SIZE))
 
 
@@ -50,7 +50,7 @@ def _by_group(
     magnitude = tl.where(tl.max((y != y).to(tl.int32), 2) > 0, float("nan"), magnitude)
     scale = tl.maximum(tl.div_rn(magnitude, LIMIT), smallest_scale, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.minimum(scale, largest_scale, propagate_nan=tl.PropagateNan.ALL)
-    codes = tl.reshape(quantised(y, scale[:, :, None], out.dtype.element_ty), (ROWS, COLUMNS))
+    codes = tl.reshape(quantized(y, scale[:, :, None], out.dtype.element_ty), (ROWS, COLUMNS))
     tl.store(out + row[:, None] * SIZE + column, codes, mask=(row[:, None] < rows) & (column < SIZE))
     group, count = tl.arange(0, GROUPS)[None, :], tl.cdiv(SIZE, GROUP)
     tl.store(scales + row[:, None] * count + group, scale, mask=(row[:, None] < rows) & (group < count))

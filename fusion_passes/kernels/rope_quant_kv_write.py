@@ -1,4 +1,4 @@
-"""RoPE, quantisation and the write into a KV cache in Triton, also the write alone: one kernel for all of it.
+"""RoPE, quantization and the write into a KV cache in Triton, also the write alone: one kernel for all of it.
 
 A program takes some heads of one token: of the query, or the same ones of key and value. What it loads is turned and
 rounded in registers and leaves for the output or the token's slot.
@@ -19,7 +19,7 @@ from fusion_passes.quant import FP8_DTYPES
 def _rounded(x, scale, SCALED: tl.constexpr, INVERSE: tl.constexpr, dtype: tl.constexpr):
     """fp32 x as a tensor of this dtype holds it."""
     if SCALED:
-        # Not `quantised`: a rounded division took a sixth more time at 8192 tokens. Few codes differ, by a step.
+        # Not `quantized`: a rounded division took a sixth more time at 8192 tokens. Few codes differ, by a step.
         x = x * scale if INVERSE else x / scale
     if dtype.is_fp8():
         y = to_fp8(x, dtype)
@@ -34,7 +34,7 @@ def _as_it_is(
     FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     SCALED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH dimensions of each head from FIRST on: quantised, not turned; bits of one dtype stay what they are."""
+    """WIDTH dimensions of each head from FIRST on: quantized, not turned; bits of one dtype stay what they are."""
     d = tl.arange(0, BLOCK)[None, :]
     x = tl.load(src + FIRST + d, mask=loaded & (d < WIDTH))
     if SCALED or src.dtype.element_ty != dst.dtype.element_ty:
@@ -48,7 +48,7 @@ def _turned(
     HALF: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr, INTERLEAVED: tl.constexpr,
     SCALED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """The first 2 * HALF dimensions of each head, turned and quantised.
+    """The first 2 * HALF dimensions of each head, turned and quantized.
 
     dst, src: pointers [heads, 1] to a head each, with the masks loaded and stored. cos, sin: pointers to the token's
     row. WIDE: it has a number for each dimension. STEP: from one number to the next.

@@ -1,4 +1,4 @@
-"""Whether an attention with FP8 output was measured to be faster than stock attention and quantisation."""
+"""Whether an attention with FP8 output was measured to be faster than stock attention and quantization."""
 
 from __future__ import annotations
 

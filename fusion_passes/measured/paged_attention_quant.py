@@ -1,4 +1,4 @@
-"""Whether a paged attention with FP8 output was measured to be faster than the same attention and a quantisation."""
+"""Whether a paged attention with FP8 output was measured to be faster than the same attention and a quantization."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def verdict(output: Tensor, key_cache: Tensor, granularity: str) -> Verdict:
     """By the card, the heads, whether the cache is FP8, the granularity of the scales ("tensor" or "group") and the
     number of tokens of the output [tokens, heads, head_dim], real or fake.
 
-    Not by the lengths of the sequences: the quantisation, which is saved, does not see them.  On a machine without a
+    Not by the lengths of the sequences: the quantization, which is saved, does not see them.  On a machine without a
     card, fake CUDA tensors go by compute capability.
     """
     if not output.is_cuda:
@@ -21,7 +21,7 @@ def verdict(output: Tensor, key_cache: Tensor, granularity: str) -> Verdict:
     card = Card.of(output.device)
     fp8_cache = key_cache.dtype.itemsize == 1
     found = []
-    for record in records("kv_attention-quantisation"):
+    for record in records("kv_attention-quantization"):
         if not card.is_of(record):
             continue
         for row in record["rows"]:

@@ -1,4 +1,4 @@
-"""Whether RMSNorm with FP8 output was measured to be faster than what Inductor makes of the norm and a quantisation."""
+"""Whether RMSNorm with FP8 output was measured to be faster than what Inductor makes of the norm and a quantization."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fusion_passes.measured import Card, Measurement, Verdict, is_older, judge, 
 
 def verdict(x: Tensor, group_size: int | None, *, opaque: bool) -> Verdict:
     """By the card, the dtype, the size of a row and the number of rows of x, real or fake; by the scales (group_size
-    None: a static one; the size of a row: one per token) and by whether an op quantises that Inductor does not look
+    None: a static one; the size of a row: one per token) and by whether an op quantizes that Inductor does not look
     into.
 
     What comes before the norm counts too, since Inductor takes a sum into its kernel and the fused op does not: a
@@ -32,5 +32,5 @@ def verdict(x: Tensor, group_size: int | None, *, opaque: bool) -> Verdict:
                 ratio = min(row["ratio"][kind], row["ratio"][f"sum, {kind}"])
                 found.append(Measurement(shape["rows"], ratio, is_older(record, row)))
     by = "an opaque op" if opaque else "plain torch"
-    what = f"RMSNorm of rows of {x.shape[-1]} with FP8 output, scales per {scales}, that {by} quantises,"
+    what = f"RMSNorm of rows of {x.shape[-1]} with FP8 output, scales per {scales}, that {by} quantizes,"
     return judge(found, hint(x.numel() // x.shape[-1]), what, card, "rows")

@@ -1,4 +1,4 @@
-"""Whether RoPE, quantisation and the write to the cache in one kernel was measured to be faster than Inductor's own."""
+"""Whether RoPE, quantization and the write to the cache in one kernel was measured to be faster than Inductor's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def verdict(
     cache_dtype: torch.dtype,
     quantized: bool,
 ) -> Verdict:
-    """By the card, the heads of query and cache and their size, and whether the query is quantised, at the numbers of
+    """By the card, the heads of query and cache and their size, and whether the query is quantized, at the numbers of
     tokens measured.
 
     The time is that of the bytes, so dtypes count by their width: the benchmark turns queries and keys of two bytes and
@@ -28,7 +28,7 @@ def verdict(
     capability.
     """
     card = Card.of(device)
-    kind = "an FP8 query" if quantized else "a query that is not quantised"
+    kind = "an FP8 query" if quantized else "a query that is not quantized"
     what = f"RoPE and the cache's write in one kernel, with {heads}/{kv_heads} heads of {head_dim} and {kind},"
     if dtype.itemsize != 2 or cache_dtype.itemsize != 1:
         return Verdict(

@@ -1,4 +1,4 @@
-"""A folder in Hugging Face's layout (config.json, safetensors) as a `PagedLlama`, quantised at load if it is not yet.
+"""A folder in Hugging Face's layout (config.json, safetensors) as a `PagedLlama`, quantized at load if it is not yet.
 
 safetensors is imported where a file is read: `pip install fusion_passes[examples]`.
 """
@@ -78,7 +78,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def quantization(self) -> Quantization | None:
-        """What config.json or ModelOpt's hf_quant_config.json says; None if neither says that it is quantised.
+        """What config.json or ModelOpt's hf_quant_config.json says; None if neither says that it is quantized.
 
         Raises ValueError for a method that is not known.
         """
@@ -147,11 +147,11 @@ def load_folder(
     tell: Callable[[str], object] | None = None,
     **options: Any,
 ) -> PagedLlama:
-    """The model of a folder: a quantised one as it is, any other with all projections quantised to FP8.
+    """The model of a folder: a quantized one as it is, any other with all projections quantized to FP8.
 
     What the checkpoint does not have is chosen on the calibration tokens, int [tokens]: the scales of weights and
     inputs of a bf16 checkpoint, and scales of query, key and value that are missing, if the cache is FP8. Projections
-    that a quantised checkpoint leaves in bf16 stay so.
+    that a quantized checkpoint leaves in bf16 stay so.
     tell: is called with a line that says what was chosen.  options: of PagedLlama.
 
     Warns where the tensors and the configuration contradict each other; the tensors are believed.
@@ -237,13 +237,13 @@ def settle_scales(model: PagedLlama, calibration: Tensor, found: list[set[str]],
 
 
 def _chosen(linears: list[str], fp8: int, quantize: bool, missing: list[list[str]]) -> str:
-    """What is quantised and chosen, in a line."""
+    """What is quantized and chosen, in a line."""
     names = {"q": "query", "k": "key", "v": "value"}
     of_layers = {name: sum(x in lacks for lacks in missing) for x, name in names.items()}
     parts = [f"{name} of {count} layers" for name, count in of_layers.items() if count]
     if linears and quantize:
         parts.insert(0, "the input of each")
-        weights = f"weights of {len(linears)} products quantised to FP8 at load"
+        weights = f"weights of {len(linears)} products quantized to FP8 at load"
     elif linears:
         kept = f"{len(linears)} products are left as the checkpoint has them"
         weights = f"weights are FP8 already, {kept}" if fp8 else kept

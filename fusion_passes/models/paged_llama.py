@@ -8,7 +8,7 @@
 
 q, k and v are one projection, and gate and up one: at a few tokens a step a product costs what its weights cost to
 read, and three small ones read worse than one. The sum with the residual stream is done at the beginning of the next
-layer, so that a layer compiled by itself has it in one kernel with the norm and the quantisation that follow. Layers
+layer, so that a layer compiled by itself has it in one kernel with the norm and the quantization that follow. Layers
 are compiled one by one: all have the same graph, so the second to the last cost nothing.
 """
 
@@ -214,11 +214,11 @@ def load_hugging_face(model: PagedLlama, tensors: Mapping[str, Tensor]) -> list[
     tensors: by their names in the checkpoint, for scales any of those in `models.quantization`; may read each when it
     is asked for. A projection becomes FP8Linear or nn.Linear as its weight is FP8 or not; one that is of that kind
     already is written in place, so that captured graphs follow a reload. What is fused here takes the largest scale of
-    its parts: codes of the others are quantised again, which rounds them once more.
+    its parts: codes of the others are quantized again, which rounds them once more.
 
     Returns the scales that were found for each layer's attention, of `q_scale`, `k_scale`, `v_scale`, `prob_scale`.
 
-    Raises ValueError that names what is missing, left over, of another shape, or quantised in another way; the model
+    Raises ValueError that names what is missing, left over, of another shape, or quantized in another way; the model
     may then be loaded in part.
     """
     reader = _Reader(tensors, model.embedding.weight.device)
@@ -260,12 +260,12 @@ class _Reader:
         return self.tensors[name].to(self.device)
 
     def plain(self, name: str, like: Tensor) -> Tensor:
-        """A tensor of this shape that is not quantised."""
+        """A tensor of this shape that is not quantized."""
         tensor = self.take(name)
         if tensor.shape != like.shape:
             raise ValueError(f"{name} is {list(tensor.shape)}, the config asks for {list(like.shape)}")
         if not _is_plain(tensor):
-            raise ValueError(f"{name} is {tensor.dtype}: only the projections of a layer may be quantised; {ADVICE}")
+            raise ValueError(f"{name} is {tensor.dtype}: only the projections of a layer may be quantized; {ADVICE}")
         return tensor
 
     def scale(self, prefix: str, names: Iterable[str], advice: str = ADVICE) -> Tensor | None:
@@ -301,7 +301,7 @@ class _Reader:
                 names = f"{part}.{first}, nor {' or '.join(others)}"
                 why = " for its FP8 weight"
                 if kind == "input_scale":
-                    why = ", as where activations are quantised dynamically"
+                    why = ", as where activations are quantized dynamically"
                 raise ValueError(f"the checkpoint has no {names}{why}; {ADVICE}")
             scales.append(found)
         return torch.stack(scales)
@@ -345,7 +345,7 @@ class _Reader:
             plain = [part for part in parts if part not in fp8]
             raise ValueError(
                 f"{', '.join(fp8)} FP8 and {', '.join(plain)} not: all of them or none, as they are one product; "
-                "use a checkpoint that excludes all of them, or the bf16 one, which is quantised at load"
+                "use a checkpoint that excludes all of them, or the bf16 one, which is quantized at load"
             )
         for part in [] if fp8 else parts:
             for name in (name for names in PROJECTION_SCALES.values() for name in names):
@@ -371,7 +371,7 @@ class _Reader:
         left = [name for name in self.tensors if name not in self.used and not name.endswith((*NEEDLESS, *needless))]
         zeros = [name for name in left if name.endswith(ZERO_POINTS)]
         if wrong := [name for name in zeros if self.take(name).float().count_nonzero()]:
-            raise ValueError(f"{shortened(wrong)} is not 0: only symmetric quantisation is supported; {ADVICE}")
+            raise ValueError(f"{shortened(wrong)} is not 0: only symmetric quantization is supported; {ADVICE}")
         if left := [name for name in left if name not in zeros]:
             raise ValueError(f"the checkpoint has tensors that this model has no place for: {shortened(left)}")
 

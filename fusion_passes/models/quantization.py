@@ -36,25 +36,25 @@ ATTENTION_SCALES = {f"{x}_scale": {name.format(x=x): tool for name, tool in _OF_
 """Scales below `self_attn.`, keyed by what `nn.Attention.set_scales` calls them."""
 
 ZERO_POINTS = ("_zero_point",)
-"""Ends of names of tensors that are 0 in a symmetric quantisation, the only one that FP8 has here."""
+"""Ends of names of tensors that are 0 in a symmetric quantization, the only one that FP8 has here."""
 NEEDLESS = ("rotary_emb.inv_freq", ".output_scale", ".weight_shape")
 """Ends of names of tensors that a model has no use for."""
 
 METHODS = ("fp8", "compressed-tensors", "modelopt", "quark", "fbgemm_fp8")
 """Values of quant_method that are read; each may still say something that cannot be loaded."""
 ADVICE = (
-    "use a checkpoint with one static scale for each weight and each input, or the bf16 one, which is quantised at load"
+    "use a checkpoint with one static scale for each weight and each input, or the bf16 one, which is quantized at load"
 )
-DYNAMIC = "the activations are quantised dynamically"
-UNQUANTIZED = "the activations are not quantised"
+DYNAMIC = "the activations are quantized dynamically"
+UNQUANTIZED = "the activations are not quantized"
 PER_CHANNEL = "the weights have one scale for each output channel"
 
 
 @dataclass(frozen=True)
 class Group:
-    """Projections that are quantised alike. targets: their names as `matches` reads them, or "Linear" for all.
+    """Projections that are quantized alike. targets: their names as `matches` reads them, or "Linear" for all.
 
-    obstacles: why they cannot be loaded, in words; () if they can, None if they are not quantised.
+    obstacles: why they cannot be loaded, in words; () if they can, None if they are not quantized.
     """
 
     targets: tuple[str, ...]
@@ -76,7 +76,7 @@ class Quantization:
     _schemes: dict[str, tuple[str, ...] | None] = field(default_factory=dict, compare=False, repr=False)
 
     def obstacles(self, projection: str) -> tuple[str, ...] | None:
-        """Why a projection cannot be loaded, () if it can, None if it is not quantised.
+        """Why a projection cannot be loaded, () if it can, None if it is not quantized.
 
         A group that names it goes before one for all.
         """
@@ -125,7 +125,7 @@ def read_quantization(settings: Mapping[str, Any]) -> Quantization:
     if method.startswith("modelopt"):
         return _modelopt(settings)
     if method not in METHODS:
-        raise ValueError(f"it is quantised by {method!r}, known are {', '.join(METHODS)}, with FP8 weights: {ADVICE}")
+        raise ValueError(f"it is quantized by {method!r}, known are {', '.join(METHODS)}, with FP8 weights: {ADVICE}")
     return {
         "fp8": _fp8,
         "compressed-tensors": _compressed_tensors,
@@ -255,7 +255,7 @@ def _of_quark(layer: Mapping[str, Any] | None) -> tuple[str, ...] | None:
             elif (kind := scheme.get("dtype")) != "fp8_e4m3":
                 obstacles.append(f"the {what} are {kind}")
             elif scheme.get("is_dynamic"):
-                obstacles.append(f"the {what} are quantised dynamically")
+                obstacles.append(f"the {what} are quantized dynamically")
             elif (scale := scheme.get("qscheme", "per_tensor")) != "per_tensor":
                 obstacles.append(f"the {what} have scales {scale.replace('_', ' ')}")
     return tuple(obstacles)

@@ -1,6 +1,6 @@
 """Causal attention with a KV cache: bf16, fp16 or FP8 cache, new tokens of many sequences in one batch.
 
-The query is quantised in plain torch before the op where the backend takes FP8 queries, so that Inductor fuses it with
+The query is quantized in plain torch before the op where the backend takes FP8 queries, so that Inductor fuses it with
 what comes before: RoPE, a norm, the end of the projection. The scales are live tensors.
 """
 
@@ -203,14 +203,14 @@ class Attention(SettledAfterLoading):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """query: [tokens, num_heads, head_dim]; key, value: [tokens, num_kv_heads, head_dim]; any strides.
 
-        Each may also be FP8 codes of cache_dtype, already quantised with the layer's scale for it.
+        Each may also be FP8 codes of cache_dtype, already quantized with the layer's scale for it.
         key and value None: nothing is written, for a layer that reads what another one has written.
         output_scale: fp32, one element: the output leaves as FP8 codes.
         output_group_size: the output leaves as FP8 codes with a scale, chosen on the way, for each so many columns of a
         head.
         output_dtype: of those codes; the cache's dtype if None, or e4m3 as the device has it if the cache is not FP8.
 
-        Returns [tokens, num_heads, head_dim], in the layer's dtype if it leaves unquantised, and with output_group_size
+        Returns [tokens, num_heads, head_dim], in the layer's dtype if it leaves unquantized, and with output_group_size
         the fp32 scales, [tokens, num_heads, head_dim // output_group_size], as well. Padding is 0.
         """
         cache = self._checked_cache(query, key, value, metadata)
@@ -403,7 +403,7 @@ class Attention(SettledAfterLoading):
         dtype = dtype or (self.cache_dtype if self.quantized else native_dtype(torch.float8_e4m3fn, device))
         spec = QuantSpec(dtype) if group_size is None else QuantSpec(dtype, "group", group_size, static=False)
         if not self.backend.supports_fused_output_quant(spec):
-            raise ValueError(f"backend {self.backend.name} has no output quantised as {spec}")
+            raise ValueError(f"backend {self.backend.name} has no output quantized as {spec}")
         return dtype
 
     def _native_scale(self, name: str, value: Tensor | float) -> float:

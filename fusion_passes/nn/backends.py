@@ -80,7 +80,7 @@ class AttentionBackend:
 
     name: ClassVar[str]
     supports_quant_query_input: ClassVar[bool] = False
-    """Takes FP8 queries with q_scale, so that the layer quantises them in plain torch before the op."""
+    """Takes FP8 queries with q_scale, so that the layer quantizes them in plain torch before the op."""
     supports_quant_probs: ClassVar[bool] = False
     supports_window: ClassVar[bool] = False
     supports_softcap: ClassVar[bool] = False
@@ -101,7 +101,7 @@ class AttentionBackend:
 
     @classmethod
     def supports_fused_output_quant(cls, spec: QuantSpec) -> bool:
-        """Whether the attention output can leave quantised like this."""
+        """Whether the attention output can leave quantized like this."""
         del spec
         return False
 
@@ -123,8 +123,8 @@ class AttentionBackend:
         if request.head_dim < cls.min_head_dim:
             reasons.append(f"head size {request.head_dim} is below {cls.min_head_dim}")
         flags = (
-            ("quantised queries", request.quantize_query, cls.supports_quant_query_input),
-            ("quantised probabilities", request.quantize_probs, cls.supports_quant_probs),
+            ("quantized queries", request.quantize_query, cls.supports_quant_query_input),
+            ("quantized probabilities", request.quantize_probs, cls.supports_quant_probs),
             ("a sliding window", request.window is not None, cls.supports_window),
             ("a soft cap", request.softcap > 0.0, cls.supports_softcap),
             ("sinks", request.sinks, cls.supports_sinks),
@@ -230,7 +230,7 @@ class Flex(AttentionBackend):
         if asked or call.dtype != call.query.dtype:
             asked = asked or f"an output of {call.dtype}"
             raise ValueError(
-                f"backend {cls.name} quantises nothing and returns {call.query.dtype}: it cannot do {asked}"
+                f"backend {cls.name} quantizes nothing and returns {call.query.dtype}: it cannot do {asked}"
             )
         arguments = PagedAttentionArguments(*call.batch, sinks=call.sinks, **call.options)
         if not torch.compiler.is_compiling() and kv_cache.values_are_checked(call.query.device):

@@ -1,7 +1,7 @@
 """A linear layer with static per-tensor FP8 weights and activations: `y = (q(x) @ q(W).T) * s_x * s_w + b`.
 
-The quantisation is spelled in plain torch and the product is `torch._scaled_mm`, so that what comes before the layer
-(attention, a norm, an activation) can be fused with the quantisation. `quantize_(model, calibrate(model, run))` is
+The quantization is spelled in plain torch and the product is `torch._scaled_mm`, so that what comes before the layer
+(attention, a norm, an activation) can be fused with the quantization. `quantize_(model, calibrate(model, run))` is
 the whole workflow for a model made of nn.Linear.
 """
 
@@ -59,7 +59,7 @@ class FP8Linear(SettledAfterLoading):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, input_scale: Tensor | float | None = None) -> "FP8Linear":
-        """Quantise a layer. input_scale: one positive number, or a tensor with one; 1 if None, to be set later.
+        """Quantize a layer. input_scale: one positive number, or a tensor with one; 1 if None, to be set later.
 
         Raises ValueError for an input_scale that is none, and for weights that are not finite. Waits for the device.
         """
@@ -76,7 +76,7 @@ class FP8Linear(SettledAfterLoading):
                     f"input_scale must be positive and finite, got {scale.item()}: calibrate the layer again"
                 )
             if positive_number(layer.weight_scale) is None:
-                raise ValueError("the weight has an infinity or a NaN: load it again before it is quantised")
+                raise ValueError("the weight has an infinity or a NaN: load it again before it is quantized")
         layer.weight = quantize(weight, layer.weight_scale, FP8)
         layer.input_scale = scale.detach().reshape(()).clone()
         layer.bias = None if linear.bias is None else linear.bias.detach().clone()
@@ -158,7 +158,7 @@ def calibrate(model: nn.Module, run: Callable[[], Any], *, filter: Filter | None
     """Static input scales from data: the largest magnitude that each nn.Linear sees while `run()` executes.
 
     run: calls the model, eagerly, on batches that are typical of its use.
-    filter: `filter(name, linear)` says whether to quantise a layer; every nn.Linear if None. Subclasses are left out,
+    filter: `filter(name, linear)` says whether to quantize a layer; every nn.Linear if None. Subclasses are left out,
     since their forward may not be nn.Linear's.
     Returns {name: fp32 []}, for `quantize_` or to be saved.
 

@@ -1,4 +1,4 @@
-"""FP8 quantisation as a layer, in two forms: plain torch, which Inductor fuses with its neighbours, or an opaque op."""
+"""FP8 quantization as a layer, in two forms: plain torch, which Inductor fuses with its neighbours, or an opaque op."""
 
 from dataclasses import replace
 from typing import Literal

@@ -54,7 +54,7 @@ class AttentionQuantArguments(Arguments):
 
     Where no kernel takes the tensors as they lie, it takes copies with a contiguous last dimension; where none takes
     these either, for their dtype, their head size or the GPU, `scaled_dot_product_attention` runs, and its output is
-    quantised in plain torch, rounded as separate operators do. The logger `fusion_passes.ops.attention_quant` warns of
+    quantized in plain torch, rounded as separate operators do. The logger `fusion_passes.ops.attention_quant` warns of
     either, once for each reason.
 
     Raises ValueError or TypeError for arguments without a meaning.
@@ -122,7 +122,7 @@ class AttentionQuantArguments(Arguments):
                 raise TypeError(f"output_scale must be float32, got {output_scale.dtype}: convert it with .float()")
             if known(output_scale.numel() != 1):
                 raise ValueError(
-                    "output_scale must hold one element (per-tensor quantisation), "
+                    "output_scale must hold one element (per-tensor quantization), "
                     f"got shape {list(output_scale.shape)}"
                 )
             if output_scale.device != query.device:
@@ -305,7 +305,7 @@ def _launched(way: _Way, a: AttentionQuantArguments, out: Tensor) -> str | None:
 
 
 def plain(a: AttentionQuantArguments) -> Tensor:
-    """The op by scaled_dot_product_attention and a quantisation in plain torch, which a CUDA graph can capture.
+    """The op by scaled_dot_product_attention and a quantization in plain torch, which a CUDA graph can capture.
 
     Rounded to query's dtype in between, as separate operators are.  What scaled_dot_product_attention does not take
     (an FP8 query, a mask of another dtype) is computed in fp32.
@@ -357,7 +357,7 @@ def _find_ways(a: AttentionQuantArguments) -> tuple[_Way, ...]:
     if not ways:
         why, advice = refusals[KERNELS[-1]]
         advice = advice or "give it what a kernel takes, or set attention_quant='off' to leave both to torch.compile"
-        say_slow(OP, "runs scaled_dot_product_attention and quantises its output in plain torch", why, advice)
+        say_slow(OP, "runs scaled_dot_product_attention and quantizes its output in plain torch", why, advice)
     return ways
 
 

@@ -71,7 +71,7 @@ def validate_scales(**scales: Tensor | None) -> None:
         if scale.dtype is not torch.float32:
             raise TypeError(f"{name} must be float32, got {scale.dtype}: convert it with .float()")
         if known(scale.numel() != 1):
-            raise ValueError(f"{name} must hold one element (per-tensor quantisation), got {list(scale.shape)}")
+            raise ValueError(f"{name} must hold one element (per-tensor quantization), got {list(scale.shape)}")
 
 
 def check_slots(slot_mapping: Tensor, pages: int, page_size: int) -> None:

@@ -1,4 +1,4 @@
-"""``kv_cache_write``: the keys and values of new tokens go to their slots in a KV cache, quantised if the cache is FP8.
+"""``kv_cache_write``: the keys and values of new tokens go to their slots in a KV cache, quantized if the cache is FP8.
 
 The two caches are changed in place, and declared so: whatever reads them later in a graph stays behind this op.
 """
@@ -71,7 +71,7 @@ def validate(
         )
     if (k_scale is not None or v_scale is not None) and (key_cache.dtype not in FP8_DTYPES or key.dtype in FP8_DTYPES):
         raise ValueError(
-            f"k_scale and v_scale quantise {key.dtype} keys for an FP8 cache; this cache is {key_cache.dtype}: "
+            f"k_scale and v_scale quantize {key.dtype} keys for an FP8 cache; this cache is {key_cache.dtype}: "
             "leave them out"
         )
     if key.dtype != key_cache.dtype and (

@@ -48,7 +48,7 @@ HOPPER_PREFILL = Kernel(
     triton=((3, 6), (3, 8)),  # Gluon, as in `attention_quant`
     takes={
         "for": "more new tokens; what it does not take the portable one does",
-        "query": "of the cache's dtype, or quantised first",
+        "query": "of the cache's dtype, or quantized first",
         "cache": names(KERNEL_DTYPES),
         "head size": "64, 128, 256 (FP8: 64, 128)",
         "page size": "any with pages that fill tiles",
@@ -125,7 +125,7 @@ class BatchArguments(Arguments, ABC, Generic[Result]):
             raise ValueError(f"k_scale, v_scale and prob_scale belong to an FP8 cache, this one is {cache.dtype}")
         if self.q_scale is not None and not fp8_query and not fp8_cache:
             raise ValueError(
-                "q_scale with a query that is not FP8 asks to quantise it like the cache, which is not FP8"
+                "q_scale with a query that is not FP8 asks to quantize it like the cache, which is not FP8"
             )
         if self.window is not None and self.window < 1:
             raise ValueError(
@@ -195,7 +195,7 @@ class PagedAttentionArguments(BatchArguments[Tensor]):
     """Causal attention of each sequence's new tokens, its last ones, over all its tokens in the cache.
 
     query: [tokens, heads, head_dim], the new tokens of all sequences in a row, any strides; bf16, fp16, fp32, or FP8
-    codes with q_scale. A query that is not FP8 but has a q_scale is quantised like the cache first.
+    codes with q_scale. A query that is not FP8 but has a q_scale is quantized like the cache first.
     key_cache, value_cache: [pages, kv_heads, page_size, head_dim], any memory order with head_dim innermost; FP8 codes
     with k_scale and v_scale, or query's dtype. The new tokens are in it already.
     block_table: int32 [seqs, max_pages], the pages of each sequence; entries beyond its length are never used.
@@ -203,7 +203,7 @@ class PagedAttentionArguments(BatchArguments[Tensor]):
     seq_lens: int32 [seqs], cached and new tokens together. The last query sees all keys, the one before all but one.
     q_scale, k_scale, v_scale, prob_scale, output_scale: fp32, one element, read on the device in each call; None: 1.
     prob_scale: if given, ``exp(logit - row maximum)`` goes into the product with V as FP8 codes of the cache's dtype;
-    the sum of the softmax is over the unquantised numbers. The kernels take the maximum of the keys seen so far.
+    the sum of the softmax is over the unquantized numbers. The kernels take the maximum of the keys seen so far.
     sinks: [heads], a logit for each head that takes its share of the softmax and has no value.
     scale: of the logits. softcap: ``softcap * tanh(logit / softcap)``, after all scales; 0 for none.
     window: of keys that a query sees, its own among them; None for all.
@@ -249,7 +249,7 @@ class PagedAttentionArguments(BatchArguments[Tensor]):
 
 @dataclass(frozen=True, eq=False)
 class PagedAttentionGroupQuantArguments(BatchArguments[tuple[Tensor, Tensor]]):
-    """``paged_attention`` quantised in groups of a head's columns, with scales chosen from the fp32 attention.
+    """``paged_attention`` quantized in groups of a head's columns, with scales chosen from the fp32 attention.
 
     dtype: FP8, e4m3fn if None. group_size: divides head_dim. scale_lower_bound: as of ``quant.choose_scale``. The rest
     as in ``paged_attention``.

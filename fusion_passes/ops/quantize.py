@@ -1,4 +1,4 @@
-"""`quantize_fp8`: static per-tensor FP8 quantisation as an opaque op.
+"""`quantize_fp8`: static per-tensor FP8 quantization as an opaque op.
 
 Inductor does not look into it, so it never fuses it with its neighbours; the passes recognise it.  On a card that has
 FP8 it is one kernel, elsewhere the plain form.
@@ -17,9 +17,9 @@ from fusion_passes.ops.support import say_slow
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
-ADVICE = "quantise with fusion_passes.quant.quantize, which torch.compile fuses with what comes before"
+ADVICE = "quantize with fusion_passes.quant.quantize, which torch.compile fuses with what comes before"
 KERNEL = Kernel(
-    name="the quantisation kernel",
+    name="the quantization kernel",
     module="fusion_passes.kernels.quantize",
     takes={"input": names(SOURCES), "output": names(CODES)},
 )
@@ -66,7 +66,7 @@ def _cuda(a: QuantizeArguments) -> Tensor:
     why = why_no_kernel(x, a.dtype) or KERNEL.run(launch, x.device, x.dtype, a.dtype)
     if why is None:
         return out
-    say_slow("quantize", "quantises in plain torch", why, ADVICE)
+    say_slow("quantize", "quantizes in plain torch", why, ADVICE)
     return out.copy_(_cpu(a))
 
 

@@ -1,4 +1,4 @@
-"""`quantize_fp8_dynamic`: FP8 quantisation by scales chosen from the tensor itself, as an opaque op.
+"""`quantize_fp8_dynamic`: FP8 quantization by scales chosen from the tensor itself, as an opaque op.
 
 Like `quantize_fp8` it is a call that Inductor does not look into.  On a card that has FP8, scales per token or group
 and the codes are one kernel, and the codes by one scale for the tensor too; elsewhere it is the plain form.
@@ -90,7 +90,7 @@ def _cuda(a: QuantizeDynamicArguments) -> CodesAndScales:
         why = why_no_kernel(x, a.dtype) or KERNEL.run(launch, x.device, x.dtype, a.dtype, size)
     if why is None:
         return codes, scale
-    say_slow("quantize_dynamic", "quantises in plain torch", why, ADVICE)
+    say_slow("quantize_dynamic", "quantizes in plain torch", why, ADVICE)
     return _cpu(a)
 
 

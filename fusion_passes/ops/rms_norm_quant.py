@@ -1,4 +1,4 @@
-"""`rms_norm_quant` and `rms_norm_group_quant`: RMSNorm and FP8 quantisation as one op, by a static scale or by scales
+"""`rms_norm_quant` and `rms_norm_group_quant`: RMSNorm and FP8 quantization as one op, by a static scale or by scales
 chosen for each group.
 
 Computed in fp32 and rounded once, to FP8: what separate operators round to bf16 in between is not.
@@ -22,7 +22,7 @@ from fusion_passes.ops.support import say_slow
 
 LARGEST_ROW = 32768
 """Elements that a program of the kernel holds at once."""
-ADVICE = "normalise and quantise in plain torch, which torch.compile fuses"
+ADVICE = "normalise and quantize in plain torch, which torch.compile fuses"
 KERNEL = Kernel(
     name="the RMSNorm kernel",
     module="fusion_passes.kernels.rms_norm_quant",
@@ -109,7 +109,7 @@ class RMSNormQuantArguments(_Norm):
 
 @dataclass(frozen=True, eq=False)
 class RMSNormGroupQuantArguments(_Norm):
-    """The norm of ``rms_norm_quant``, quantised by the scales that ``quant.choose_scale`` gives for groups of
+    """The norm of ``rms_norm_quant``, quantized by the scales that ``quant.choose_scale`` gives for groups of
     `group_size` neighbours in the last dimension and the lower bound, at most the upper one.
 
     group_size: divides hidden; hidden itself for a scale per token.  The rest as in ``rms_norm_quant``.

@@ -1,4 +1,4 @@
-"""`rope_quant_kv_write`: RoPE of query and key, quantisation of query, key and value, and the cache's write, as one op.
+"""`rope_quant_kv_write`: RoPE of query and key, quantization of query, key and value, and the cache's write, as one op.
 
 It computes in fp32 and rounds once, to what it returns and to what it writes.  So does a kernel of Inductor that fuses
 the same steps: inside of a kernel it keeps bf16 values in fp32.  Eager torch rounds after each step.
@@ -107,7 +107,7 @@ class RopeQuantKVWriteArguments(Arguments):
         if out not in (*kv_cache.HIGH_PRECISION_DTYPES, *FP8_DTYPES):
             raise TypeError(f"the query leaves as FP8, bfloat16, float16 or float32, not as {out}")
         if q_scale is not None and out not in FP8_DTYPES:
-            raise ValueError(f"q_scale quantises the query, but it leaves as {out}: leave the scale out")
+            raise ValueError(f"q_scale quantizes the query, but it leaves as {out}: leave the scale out")
 
     @property
     def out_dtype(self) -> torch.dtype:

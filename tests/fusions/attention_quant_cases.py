@@ -1,4 +1,4 @@
-"""Cases of `attention_quant`: put together from a form of attention, a way to quantise, and the views between them.
+"""Cases of `attention_quant`: put together from a form of attention, a way to quantize, and the views between them.
 
 Every case takes query, key and value (or one packed tensor), a mask where there is one, and the output scale last.
 """
@@ -113,7 +113,7 @@ def by_hand(q, k, v, mask):
     return torch.softmax(scores.float(), -1).to(q.dtype) @ v
 
 
-# Quantisation: (x, scale) -> codes; with the exact quotient
+# Quantization: (x, scale) -> codes; with the exact quotient
 
 
 def clamp(x, dtype=E4M3):
@@ -310,7 +310,7 @@ def declined(name, reason, fn, inputs=None, **fields):
     return Case(name, fn, inputs or qkv(), fuses=False, reason=reason, **fields)
 
 
-def read_before_the_quantisation(q, k, v, scale):
+def read_before_the_quantization(q, k, v, scale):
     out = bsh(F.scaled_dot_product_attention(q, k, v))
     return divide(out, scale), out
 
@@ -320,7 +320,7 @@ def read_behind_a_view(q, k, v, scale):
     return divide(bsh(out), scale), out.sum()
 
 
-def two_quantisations(q, k, v, scale):
+def two_quantizations(q, k, v, scale):
     out = bsh(F.scaled_dot_product_attention(q, k, v))
     return divide(out, scale), divide(out, scale * 3.0)
 
@@ -364,13 +364,13 @@ def dynamic_scale(x, scale):
 ON_CPU = {"cuda": False}
 
 DECLINED = (
-    declined("read elsewhere", r"the attention's output is returned too", read_before_the_quantisation, place=True),
+    declined("read elsewhere", r"the attention's output is returned too", read_before_the_quantization, place=True),
     declined(
         "read elsewhere behind a view",
         r"the attention's output is also read by sum_1 \(aten\.sum\.default\)",
         read_behind_a_view,
     ),
-    declined("two quantisations", r"the attention's output is also read by", two_quantisations),
+    declined("two quantizations", r"the attention's output is also read by", two_quantizations),
     declined("logsumexp used", r"logsumexp is used too", log_sum_exp_used, **ON_CPU),
     declined(
         "clamp at 240",
@@ -384,7 +384,7 @@ DECLINED = (
     declined("whole numbers", r"whole numbers", simple(quantize=lambda x, s: clamp((x.float() / s).round()))),
     declined("scale per token", r"per-token", simple(), per_token_scale),
     declined("scale per channel", r"per-channel", simple(), per_channel_scale),
-    declined("dynamic scale", r"a dynamic quantisation", simple(quantize=dynamic_scale)),
+    declined("dynamic scale", r"a dynamic quantization", simple(quantize=dynamic_scale)),
     declined("scale in bf16", r"bfloat16", simple(), scale_shaped(1, dtype=torch.bfloat16)),
     declined("scale in fp64", r"float64", simple(), scale_shaped(1, dtype=torch.float64)),
     declined("scale as an integer", r"int32", simple(), scale_shaped(1, dtype=torch.int32)),
@@ -393,7 +393,7 @@ DECLINED = (
     declined("slice to another length", r"goes to .*slice", slice_to_another_length, with_another_length),
     declined("addition between", r"goes to .*add", simple(between=lambda x: x + 1)),
     declined(
-        "not quantised",
+        "not quantized",
         r"goes to output|goes to .*sin",
         lambda q, k, v, s: F.scaled_dot_product_attention(q, k, v).sin(),
     ),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 STATIC = frozenset({"divide", "reciprocal", "inverse", "number", "opaque"})
-"""Ways to spell a static quantisation: x / s, x * (1 / s), x * inverse, a Python number, an op that hides it."""
+"""Ways to spell a static quantization: x / s, x * (1 / s), x * inverse, a Python number, an op that hides it."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Case:
     scales: which inputs are fp32 scales, counted from the end.  dynamic: (input, dimension) that are `tokens`.
     reference: what `fn` returns in fp32, before anything is rounded or saturated to FP8.
     kind: of place, where a rule has several: each has all ways to spell it.  family: the way that this case spells the
-        quantisation, such as one of `STATIC`.
+        quantization, such as one of `STATIC`.
     becomes: the op that is called then, where it is not named like the rule.
-    output_scale: whether its last input is the scale of a static quantisation, which may come in any form.
+    output_scale: whether its last input is the scale of a static quantization, which may come in any form.
     place: one that must not fuse: whether it is found and refused, not overlooked with a near miss.
     all_symbolic: whether it fuses where every size is symbolic, as with `dynamic=True`: what a kernel must know of a
         head, no one can then prove.

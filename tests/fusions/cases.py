@@ -1,6 +1,6 @@
 """The cases of every rule: a new rule gets all tests of this folder from its file of cases.
 
-Such a file has RULE, the rule's name; CASES; FAMILIES, its kinds of place with the ways to spell the quantisation of
+Such a file has RULE, the rule's name; CASES; FAMILIES, its kinds of place with the ways to spell the quantization of
 each; and maybe LARGE: cases of the size of real models, which only a GPU takes in a short time.
 """
 

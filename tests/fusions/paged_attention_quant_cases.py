@@ -1,4 +1,4 @@
-"""Cases of `attention_quant` with a KV cache: a batch, an attention, the views, and a way to quantise.
+"""Cases of `attention_quant` with a KV cache: a batch, an attention, the views, and a way to quantize.
 
 Every case takes query, the two caches, block table, query starts and lengths, then scales: of q, k and v where the
 cache is FP8, and the output's where it is static.
@@ -286,13 +286,13 @@ DECLINED = (
     static("read elsewhere", r"the attention's output is returned too", lambda x, s: (divide(x, s), x), place=True),
     static("clamp at 240", r"clamps to \(-240\.0, 240\.0\)", lambda x, s: (x / s).clamp(-240, 240).to(E4M3)),
     static("whole numbers", r"whole numbers", lambda x, s: clamp((x.float() / s).round())),
-    static("not quantised", r"goes to .*sin", lambda x, s: x.sin()),
+    static("not quantized", r"goes to .*sin", lambda x, s: x.sin()),
     declined("scales are powers of two", r"exp2", lambda x: in_groups(x, prepare=lambda s: s.log2().ceil().exp2())),
     declined("scales without the bound", r"is also read by", without_the_bound, place=True),
     declined("neither bound nor clamp", r"clamp before the cast", neither_bound_nor_clamp, cuda=False),
     declined("scales in bf16", r"rounds them to bfloat16: choose them in float32", in_bf16),
     declined("scales in float64", r"scales are float64, in the fused op float32", in_float64),
-    declined("scales by columns, made so", r"transposed before it is quantised; the fused op has groups", by_columns),
+    declined("scales by columns, made so", r"transposed before it is quantized; the fused op has groups", by_columns),
     declined("scales of at most 0.1", r"at most 0\.1", lambda x: in_groups(x, prepare=lambda s: s.clamp(max=0.1))),
     declined("two heads in a group", r"do not divide a head", lambda x: in_groups(x, 2 * HEAD_DIM)),
     declined("heads last", r"transposed", in_groups, views=lambda x: x.transpose(1, 2).flatten(1)),

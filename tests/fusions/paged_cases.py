@@ -1,4 +1,4 @@
-"""What the cases of attention with a KV cache are made of: a batch, a cache, the attention, all but the quantisation.
+"""What the cases of attention with a KV cache are made of: a batch, a cache, the attention, all but the quantization.
 
 Two sequences share the tokens of a call; each has some tokens in the cache from before.
 """
@@ -42,7 +42,7 @@ def scalar(value, device, shape=()):
 
 
 def attend(query, key, value, table, start, lengths, q=None, k=None, v=None, output=None, **options):
-    """Attention whose query has a scale only where it is FP8 or is quantised inside."""
+    """Attention whose query has a scale only where it is FP8 or is quantized inside."""
     options = {"scale": SOFTMAX_SCALE, **options}
     sinks = options.pop("sinks", None)
     return paged_attention(query, key, value, table, start, lengths, q, k, v, None, output, sinks, **options)

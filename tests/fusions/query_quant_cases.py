@@ -1,4 +1,4 @@
-"""Cases of `query_quant`: RoPE or a norm, a quantisation that an op hides, attention with a KV cache.
+"""Cases of `query_quant`: RoPE or a norm, a quantization that an op hides, attention with a KV cache.
 
 Every case takes what the query is made of, the two caches, block table, query starts and lengths, then the scales of
 q, k and v.
@@ -66,7 +66,7 @@ def torchao(x, scale):
 
 
 def flat(x, scale):
-    """Quantised as [tokens, hidden]."""
+    """Quantized as [tokens, hidden]."""
     return quantize_fp8(x.flatten(1), scale, E4M3).unflatten(1, (HEADS, HEAD_DIM))
 
 

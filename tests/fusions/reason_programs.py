@@ -91,7 +91,7 @@ def raised(call):
     return ""
 
 
-# An attention whose output is quantised
+# An attention whose output is quantized
 
 
 def qkv(heads=4, kv_heads=4, head_dim=16, dtype=BF16):
@@ -111,9 +111,9 @@ def divide(o, s):
     return saturate(flat(o).float() / s)
 
 
-def dense(quantise=divide, attend=sdpa, more=(), on=cpu, operands=None, scale=0.02, **options):
+def dense(quantize=divide, attend=sdpa, more=(), on=cpu, operands=None, scale=0.02, **options):
     def fn(q, k, v, s, *more):
-        return quantise(attend(q, k, v, *more), s)
+        return quantize(attend(q, k, v, *more), s)
 
     scale = scale if isinstance(scale, torch.Tensor) else torch.tensor(scale)
     return on(fn, *(operands or qkv()), scale, *more, **options)
@@ -213,7 +213,7 @@ def broken(node):
 
 
 def asked_for_a_size(dim):
-    """The size of what becomes [batch, length, hidden], read beside the quantisation."""
+    """The size of what becomes [batch, length, hidden], read beside the quantization."""
     graph = captured()
     view = next(n for n in graph.nodes if is_tensor(n) and value(n).shape == (2, 24, 64))
     with graph.inserting_after(view):
@@ -261,12 +261,12 @@ def cut(q, k, v, m):
 
 
 def with_argument(of, limit):
-    """What is told of an op that quantises and has an argument that the table does not name."""
+    """What is told of an op that quantizes and has an argument that the table does not name."""
     with mock.patch.dict(OPAQUE, {"fusion_passes_reasons::saturate": OpaqueOp("x", "scale")}):
         return of(lambda x, s: torch.ops.fusion_passes_reasons.saturate(x, s, limit))
 
 
-def quantised_in_graph(make):
+def quantized_in_graph(make):
     """What is told of a graph that torch would not make: make(graph, x of [4, 16], a node that is no tensor)."""
     graph = Graph()
     x, unknown = graph.placeholder("x"), graph.placeholder("unknown")
@@ -300,7 +300,7 @@ def address_refused():
 Shown = tuple[str, Callable[[], str]]
 NAN_BOUND = "clamps to nan, which makes every code NaN"
 BAD_SCALE = "the scale is {}, which float32 does not hold with its reciprocal: keep it between 1.2e-38 and 8.5e+37"
-NOT_AS = "the attention's output is quantised, but not as the fused op does: "
+NOT_AS = "the attention's output is quantized, but not as the fused op does: "
 
 DENSE: tuple[Shown, ...] = (
     ("the attention's logsumexp is used too, and the fused op has none",
@@ -323,31 +323,31 @@ DENSE: tuple[Shown, ...] = (
     ("the attention's output is kept for the backward pass (for inference, compile and call the model under "
      "torch.no_grad()): fusing would compute it twice",
      lambda: cpu(trained, *(x.requires_grad_() for x in qkv()), torch.tensor(0.02), grad=True)),
-    ("the attention's output goes to aten.add.Tensor, not to a quantisation", lambda: dense(lambda o, s: o + s)),
-    ("the attention's output is rounded to bfloat16 before it is quantised; the fused op rounds once: let the "
+    ("the attention's output goes to aten.add.Tensor, not to a quantization", lambda: dense(lambda o, s: o + s)),
+    ("the attention's output is rounded to bfloat16 before it is quantized; the fused op rounds once: let the "
      "attention give bfloat16",
      lambda: dense(lambda o, s: divide(o.bfloat16(), s), operands=qkv(dtype=torch.float32))),
-    ("the attention's output is rounded to bfloat16 before it is quantised; the fused op rounds once: let the "
+    ("the attention's output is rounded to bfloat16 before it is quantized; the fused op rounds once: let the "
      "attention give bfloat16",
      lambda: dense(lambda o, s: per_token(o.bfloat16(), s), operands=qkv(dtype=torch.float32))),
-    ("the attention's output is changed by aten.round.default (round_1) before it is quantised",
+    ("the attention's output is changed by aten.round.default (round_1) before it is quantized",
      lambda: dense(lambda o, s: quantize_fp8(flat(o).round(), s, E4M3))),
-    ("the attention's output is quantised with dynamic per-token or per-group scales, one for each 16 elements; the "
+    ("the attention's output is quantized with dynamic per-token or per-group scales, one for each 16 elements; the "
      "fused op takes one static scale", lambda: dense(per_group)),
-    ("the attention's output is quantised with a dynamic scale per token; the fused op takes one static scale",
+    ("the attention's output is quantized with a dynamic scale per token; the fused op takes one static scale",
      lambda: dynamic(QuantSpec(E4M3, "token", static=False))),
-    ("the attention's output is quantised with scales that are computed from it; the fused op takes one static scale",
+    ("the attention's output is quantized with scales that are computed from it; the fused op takes one static scale",
      lambda: dense(lambda o, s: saturate(flat(o) / (flat(o).abs().amax(-1, keepdim=True) / 448.0).clamp(min=1e-12)))),
     ("the attention's output is made int8; the fused op writes FP8 only",
      lambda: dense(lambda o, s: (o / s).round().clamp(-128, 127).to(torch.int8))),
     ("the attention's output goes to fusion_passes_reasons.own_op.default: the formula of "
      "fusion_passes_reasons.own_op is not known",
      lambda: dense(lambda o, s: own_op(o))),
-    ("the quantisation rounds to whole numbers before the cast; the fused op does not",
+    ("the quantization rounds to whole numbers before the cast; the fused op does not",
      lambda: dense(lambda o, s: saturate((flat(o).float() / s).round()))),
-    ("the graph quantises to float8_e4m3fnuz, the fused op to float8_e4m3fn or float8_e5m2",
+    ("the graph quantizes to float8_e4m3fnuz, the fused op to float8_e4m3fn or float8_e5m2",
      lambda: dense(lambda o, s: saturate(flat(o).float() / s, FNUZ))),
-    ("the graph rounds to float8_e4m3fnuz before it quantises; the fused op does not",
+    ("the graph rounds to float8_e4m3fnuz before it quantizes; the fused op does not",
      lambda: dense(lambda o, s: saturate(saturate(flat(o).float() / s, FNUZ).float()))),
     ("the graph clamps to (-240.0, 240.0), the fused op to the range of float8_e4m3fn, ±448",
      lambda: dense(lambda o, s: (o / s).clamp(-240, 240).to(E4M3))),
@@ -363,17 +363,17 @@ DENSE: tuple[Shown, ...] = (
     (BAD_SCALE.format("1e-40"), lambda: cpu(lambda x: saturate(x / 1e-40), torch.randn(4))),
     (BAD_SCALE.format("inf"), lambda: cpu(lambda x: saturate(x * (1 / torch.full((), 1e-40))), torch.randn(4))),
     (BAD_SCALE.format("0"), lambda: cpu(lambda x: saturate(x / 0.0), torch.randn(4))),
-    ("scale has shape [2, 24, 1]: a per-token or per-group quantisation, not a static per-tensor one",
+    ("scale has shape [2, 24, 1]: a per-token or per-group quantization, not a static per-tensor one",
      lambda: per((2, 24, 1))),
-    ("scale has shape [64]: a per-channel quantisation, not a static per-tensor one", lambda: per((64,))),
-    ("the scale is computed in the graph from the tensor itself: a dynamic quantisation",
+    ("scale has shape [64]: a per-channel quantization, not a static per-tensor one", lambda: per((64,))),
+    ("the scale is computed in the graph from the tensor itself: a dynamic quantization",
      lambda: dense(lambda o, s: saturate(o.float() / (o.float().abs().amax() / 448.0)))),
     ("the scale has dtype int64, not a floating-point one", lambda: dense(scale=torch.tensor(3))),
     ("the scale is a symbolic number (SymInt); make it a tensor",
      lambda: cpu(lambda x: saturate(x / x.shape[0]), torch.randn(7), dynamic=True)),
     ("the scale's shape broadcasts the tensor from [4] to [1, 4]",
      lambda: cpu(lambda x, s: saturate(x / s), torch.randn(4), torch.rand(1, 1))),
-    ("scaled twice: mul scales the tensor before the quantisation does",
+    ("scaled twice: mul scales the tensor before the quantization does",
      lambda: cpu(lambda x, s: saturate(x * 2.0 / s), torch.randn(4), torch.tensor(0.1))),
     ("the quotient is rounded to float16 and to bfloat16",
      lambda: cpu(lambda x, s: (x / s).half().clamp(-448, 448).bfloat16().to(E4M3), torch.randn(4), torch.tensor(0.1))),
@@ -441,9 +441,9 @@ DENSE: tuple[Shown, ...] = (
     ("a mask is applied to scores of [2, 2, 2, 24, 24], not [batch, heads, …]",
      lambda: dense(attend=lambda q, k, v, m: softmax(
          (scores(q, k).view(2, 2, 2, 24, 24) + m).view(2, 4, 24, 24), v), more=(mask(2, 1),))),
-    ("a cast and a view before an op that quantises",
+    ("a cast and a view before an op that quantizes",
      lambda: dense(lambda o, s: quantize_fp8(flat(o).float().view(-1, 64), s, E4M3))
-     .replace("1 fused", "a cast and a view before an op that quantises")),
+     .replace("1 fused", "a cast and a view before an op that quantizes")),
     ("_C.static_scaled_fp8_quant computes something else on cpu",
      lambda: cpu(lambda x, s: vllm_whole(x, s), torch.randn(4, 16).bfloat16(), torch.tensor(0.1))),
     ("the zero point of quantized_decomposed.quantize_per_tensor is 3, not 0",
@@ -474,13 +474,13 @@ DENSE: tuple[Shown, ...] = (
      lambda: dense(attend=padded, more=(mask(),))),
     ("looks like attention, but the scores pass through aten.slice (…): where Inductor padded the product, "
      "torch._inductor.config.shape_padding = False keeps it as it is", lambda: dense(attend=cut, more=(mask(),))),
-    ("quantises arg0_1, which is not a high-precision floating-point tensor",
+    ("quantizes arg0_1, which is not a high-precision floating-point tensor",
      lambda: cpu(lambda x: saturate(x / (x.abs().amax(-1, keepdim=True) / 448.0)), torch.randint(1, 9, (4, 32)))),
-    ("quantises arg0_1, which is not a high-precision floating-point tensor",
+    ("quantizes arg0_1, which is not a high-precision floating-point tensor",
      lambda: cuda(lambda x: x.clamp(-1.0, 1.0).float().to(E4M3), torch.randn(4, 8).to(torch.float8_e5m2))),
-    ("the scale, unknown, is not a tensor", lambda: quantised_in_graph(scaled_by_unknown)),
+    ("the scale, unknown, is not a tensor", lambda: quantized_in_graph(scaled_by_unknown)),
     ("the range of quantized_decomposed.quantize_per_tensor is not constant",
-     lambda: quantised_in_graph(up_to_unknown)),
+     lambda: quantized_in_graph(up_to_unknown)),
     ("the scale is on cpu and the tensor on cuda:0: make the scale a buffer, so that .to(device) moves it",
      lambda: cuda(lambda x: saturate(x / torch.rand((), device="cpu")), torch.randn(4, 8))),
     ("fusion_passes_reasons.saturate is called with limit=100.0, which is not read",
@@ -493,17 +493,17 @@ DENSE: tuple[Shown, ...] = (
 TINY = 1.1754943508222875e-38
 
 
-def grouped(scales, quantise=lambda x, s: saturate(x / s), config=FUSE, view=lambda o: o, size=32):
+def grouped(scales, quantize=lambda x, s: saturate(x / s), config=FUSE, view=lambda o: o, size=32):
     def fn(*tensors):
         groups = view(paged.attend(*tensors)).flatten(1).float().unflatten(-1, (-1, size))
-        return quantise(groups, scales(groups.abs().amax(-1, keepdim=True)))
+        return quantize(groups, scales(groups.abs().amax(-1, keepdim=True)))
 
     return cpu(fn, *paged_inputs(output=False)(7, "cpu"), config=config)
 
 
-def over_cache(quantise, config=FUSE):
+def over_cache(quantize, config=FUSE):
     def fn(*tensors):
-        return quantise(paged.attend(*tensors).flatten(1))
+        return quantize(paged.attend(*tensors).flatten(1))
 
     return cpu(fn, *paged_inputs(output=False)(7, "cpu"), config=config)
 
@@ -552,19 +552,19 @@ PAGED: tuple[Shown, ...] = (
     ("the scales pass through aten.exp2 (exp2): rounded to powers of two, they are not the largest magnitude / code",
      lambda: grouped(lambda m: (m / 448.0).log2().ceil().exp2())),
     ("the scales pass through aten.sqrt (sqrt): not the largest magnitude / code", lambda: grouped(lambda m: m.sqrt())),
-    ("the quotient is rounded to bfloat16 before it is quantised",
+    ("the quotient is rounded to bfloat16 before it is quantized",
      lambda: grouped(lambda m: m / 448.0, lambda x, s: saturate((x / s).bfloat16()))),
     ("the scales come from the largest element, not from the largest magnitude",
      lambda: over_cache(lambda o: saturate(o.float().unflatten(-1, (-1, 32)) / (
          o.float().unflatten(-1, (-1, 32)).amax(-1, keepdim=True) / 448.0)))),
-    ("the attention's output is rounded to float16 before it is quantised; the fused op rounds once: let the "
+    ("the attention's output is rounded to float16 before it is quantized; the fused op rounds once: let the "
      "attention give float16", lambda: grouped(lambda m: m / 448.0, view=lambda o: o.half())),
-    ("the attention's output is quantised with a dynamic scale per token; the fused op takes one static scale, or "
+    ("the attention's output is quantized with a dynamic scale per token; the fused op takes one static scale, or "
      "dynamic ones for groups within a head",
      lambda: over_cache(lambda o: quantize_fp8_dynamic(o, QuantSpec(E4M3, "token", static=False))[0])),
     ("the fused op divides by a scale, and making one of the graph's takes a kernel: nobody measured that",
      lambda: over_cache(lambda o: saturate(o.float() / 0.37), config=MEASURED)),
-    ("the attention's output is transposed before it is quantised; the fused op has groups in its own order",
+    ("the attention's output is transposed before it is quantized; the fused op has groups in its own order",
      lambda: grouped(lambda m: m / 448.0, view=lambda o: o.transpose(0, 1))),
     ("the scales are float64, in the fused op float32",
      lambda: grouped(lambda m: m.double() / 448.0, lambda x, s: (saturate(x / s), s))),
@@ -577,7 +577,7 @@ PAGED: tuple[Shown, ...] = (
 HEADS, KV_HEADS, HEAD_DIM, TOKENS = 4, 2, 32, 8
 
 
-def step(rotate="halves", quantise=lambda q, s: saturate(q.float() / s), write=kv_cache_write, table=None, dtype=BF16,
+def step(rotate="halves", quantize=lambda q, s: saturate(q.float() / s), write=kv_cache_write, table=None, dtype=BF16,
          cache=E4M3, config=FUSE, to_value=lambda v: v, kv_heads=KV_HEADS, queries=TOKENS, head=(),
          whole=None):  # fmt: skip
     turn = SPELLINGS[rotate] if isinstance(rotate, str) else rotate
@@ -586,7 +586,7 @@ def step(rotate="halves", quantise=lambda q, s: saturate(q.float() / s), write=k
         cos, sin = (cos, sin) if table is None else table(cos, sin)
         scales = (scale, scale) if cache is E4M3 else ()
         write(turn(k, cos, sin), to_value(v), key_cache, value_cache, slots, *scales)
-        return quantise(turn(q[:queries], cos, sin), scale)
+        return quantize(turn(q[:queries], cos, sin), scale)
 
     q, k, v = (torch.randn(TOKENS, heads, HEAD_DIM).to(dtype) for heads in (HEADS, kv_heads, kv_heads))
     cos, sin = torch.randn(2, TOKENS, HEAD_DIM // 2).to(dtype)
@@ -629,7 +629,7 @@ def write_twice(k, v, key_cache, value_cache, slots, *scales):
         kv_cache_write(k, v, key_cache, value_cache, half, *scales)
 
 
-def quantised_before(k, v, key_cache, value_cache, slots, k_scale, v_scale):
+def quantized_before(k, v, key_cache, value_cache, slots, k_scale, v_scale):
     kv_cache_write(saturate(k / k_scale), saturate(v / v_scale), key_cache, value_cache, slots)
 
 
@@ -693,7 +693,7 @@ def quarters_exchanged(x, cos, sin):
 
 
 def written_again(q, k, v, cos, sin, key_cache, value_cache, slots, scale):
-    """Other keys, before the query is quantised."""
+    """Other keys, before the query is quantized."""
     turn = SPELLINGS["halves"]
     kv_cache_write(turn(k, cos, sin), v, key_cache, value_cache, slots, scale, scale)
     kv_cache_write(k * 2, v * 2, key_cache, value_cache, slots + TOKENS, scale, scale)
@@ -748,7 +748,7 @@ ROPE: tuple[Shown, ...] = (
     ("… (auto_functionalized…) reads an output before … is computed, and what is written in between keeps it there",
      lambda: step(whole=written_again)),
     ("cos is float64, the op reads it in fp32 at most",
-     lambda: step(table=lambda cos, sin: (cos.double(), sin.double()), quantise=lambda q, s: saturate(q / s))),
+     lambda: step(table=lambda cos, sin: (cos.double(), sin.double()), quantize=lambda q, s: saturate(q / s))),
     ("cos is float32 and sin is bfloat16: make them one dtype",
      lambda: step(table=lambda cos, sin: (cos.float(), sin))),
     ("the key is multiplied by a scale, or divided by a multiple of one: the op divides by it",
@@ -767,11 +767,11 @@ ROPE: tuple[Shown, ...] = (
      lambda: step(lambda x, cos, sin: x * 1.5)),
     ("no query is rotated by the same cos and sin as the key",
      lambda: step(lambda x, cos, sin: SPELLINGS["halves"](x, cos if x.shape[1] == HEADS else cos * 1.5, sin))),
-    ("the query's quantisation is not read: clamps to nan, which makes every code NaN",
-     lambda: step(quantise=lambda q, s: (q.float() / s).clamp(-448.0, math.nan).to(E4M3))),
+    ("the query's quantization is not read: clamps to nan, which makes every code NaN",
+     lambda: step(quantize=lambda q, s: (q.float() / s).clamp(-448.0, math.nan).to(E4M3))),
     ("it turns the other way round: sin has the other sign", lambda: step(other_way_round)),
     ("query and key are float64 before they are rotated; the op takes bfloat16, float16, float32",
-     lambda: step(dtype=torch.float64, table=lambda cos, sin: (cos.float(), sin.float()), write=quantised_before)),
+     lambda: step(dtype=torch.float64, table=lambda cos, sin: (cos.float(), sin.float()), write=quantized_before)),
     ("keys of float32 do not go into a cache of bfloat16",
      lambda: step(dtype=torch.float32, cache=BF16, whole=all_rotated)),
     ("the query has 4 tokens, the write 8", lambda: step(shared_position, queries=4)),
@@ -1003,12 +1003,12 @@ RULES: tuple[Shown, ...] = (
      lambda: judge([Measurement(8, 0.5)], 8, "the kernel", "a card", "tokens").why),
 )  # fmt: skip
 
-# A query that an op quantises
+# A query that an op quantizes
 
 
-def query(quantise, *more, on=cpu, config=FUSE, rotate=lambda x: x * 1.5):
+def query(quantize, *more, on=cpu, config=FUSE, rotate=lambda x: x * 1.5):
     def fn(x, key, value, table, start, lengths, q, *more):
-        return paged.attend(quantise(rotate(x), q, *more), key, value, table, start, lengths, q, q, q, dtype=BF16)
+        return paged.attend(quantize(rotate(x), q, *more), key, value, table, start, lengths, q, q, q, dtype=BF16)
 
     x = paged.random(7, paged.HEADS, paged.HEAD_DIM, device="cpu")
     caches = (paged.cache("cpu", E4M3) for _ in range(2))
@@ -1047,7 +1047,7 @@ QUERY: tuple[Shown, ...] = (
      lambda: query(lambda x, q: torchao(x, torch.full((), 0.1, device="cpu")), on=cuda)),
     ("the op is called with limit=100.0, which is not read", lambda: with_argument(query, 100.0)),
     ("the scale is bfloat16; make it float32", lambda: query(lambda x, q: torchao(x, q.bfloat16()))),
-    ("the scale has shape [64]: not a static per-tensor quantisation",
+    ("the scale has shape [64]: not a static per-tensor quantization",
      lambda: query(lambda x, q, many: torchao(x, many), torch.rand(64))),
     ("the query is float8_e5m2, not bf16, fp16 or fp32",
      lambda: query(lambda x, q: torchao(x.to(torch.float8_e5m2), q))),
@@ -1057,17 +1057,17 @@ QUERY: tuple[Shown, ...] = (
     ("_C.static_scaled_fp8_quant writes to a part of a tensor, or to one of another shape",
      lambda: query(half_written, on=cuda, rotate=torch.relu)),
     ("the scale of torchao.quantize_affine_float8_non_decomposed is as large as the tensor: not a static per-tensor "
-     "quantisation", lambda: query(lambda x, q, many: torchao(x, many), torch.rand(7, 4, 64))),
+     "quantization", lambda: query(lambda x, q, many: torchao(x, many), torch.rand(7, 4, 64))),
     ("nobody measured it on the CPU", lambda: query(lambda x, q: quantize_fp8(x, q, E4M3), config=MEASURED)),
-    ("the query comes from an input of the graph, which Inductor does not fuse a quantisation into",
+    ("the query comes from an input of the graph, which Inductor does not fuse a quantization into",
      lambda: query(lambda x, q: quantize_fp8(x, q, E4M3), config=MEASURED, on=cuda, rotate=lambda x: x)),
 )  # fmt: skip
 
-# An RMSNorm whose output is quantised
+# An RMSNorm whose output is quantized
 
 
-def norm(quantise, normalise=lambda x: F.rms_norm(x, x.shape[-1:]), on=cpu, config=FUSE):
-    return on(lambda x: quantise(normalise(x)), torch.randn(4, 96).bfloat16(), config=config)
+def norm(quantize, normalise=lambda x: F.rms_norm(x, x.shape[-1:]), on=cpu, config=FUSE):
+    return on(lambda x: quantize(normalise(x)), torch.randn(4, 96).bfloat16(), config=config)
 
 
 def norm_groups(y, size=32):
@@ -1077,12 +1077,12 @@ def norm_groups(y, size=32):
 
 NORM: tuple[Shown, ...] = (
     ("groups of 64 do not divide a row of 96", lambda: norm(lambda y: norm_groups(y, 64))),
-    ("the norm's output is transposed before it is quantised; the fused op has groups in its own order",
+    ("the norm's output is transposed before it is quantized; the fused op has groups in its own order",
      lambda: norm(lambda y: norm_groups(y.view(4, 3, 32).transpose(0, 1)))),
     ("the mean of the squares is bfloat16: cast x to float32 before it is squared",
      lambda: norm(saturate, lambda x: x * x.square().mean(-1, keepdim=True).rsqrt())),
     ("the fused op has no faster kernel on the CPU", lambda: norm(saturate, config=MEASURED)),
-    ("RMSNorm of rows of 96 with FP8 output, scales per group of 32, that plain torch quantises, was not measured on "
+    ("RMSNorm of rows of 96 with FP8 output, scales per group of 32, that plain torch quantizes, was not measured on "
      "a card of compute capability 9.0", lambda: norm(norm_groups, on=cuda, config=MEASURED)),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Cases of `rms_norm_quant`: a norm in several spellings, the views, and a way to quantise.
+"""Cases of `rms_norm_quant`: a norm in several spellings, the views, and a way to quantize.
 
 Every case takes x and a weight, then the scale where it is static.
 """

@@ -1,4 +1,4 @@
-"""Cases of `rope_quant_kv_write`: a rotary embedding, the query's quantisation, and the write to a KV cache.
+"""Cases of `rope_quant_kv_write`: a rotary embedding, the query's quantization, and the write to a KV cache.
 
 Every case takes a packed projection, cos and sin (or a table of both, and positions), the two caches, the slots, then
 the scales of k, v and q.  It gives the query, and what the caches hold in the slots of the tokens.
@@ -184,7 +184,7 @@ def case(
 
 
 def write_quantized(key, value, key_cache, value_cache, slots, k_scale, v_scale):
-    """Quantised in plain torch before, the value on its way through another shape."""
+    """Quantized in plain torch before, the value on its way through another shape."""
     value = saturate(value.flatten(1).float() / v_scale).view(value.shape)
     kv_cache_write(divide(key, k_scale), value, key_cache, value_cache, slots)
 
@@ -199,7 +199,7 @@ FUSED = (
     case("as in transformers", rotate=batched, options={"dtype": FP16}),
     case("strided", options={"strided": True, "dtype": FP32}, alone=True),
     case("halves in bf16"),
-    case("key and value quantised before", write=write_quantized),
+    case("key and value quantized before", write=write_quantized),
     case("e5m2", divide_e5m2, cache=E5M2, options={"shape": (1,)}),
     case("query as it is", keep, exact=lambda q, s: q),
     case("bf16 cache", cache=BF16),

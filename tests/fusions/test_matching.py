@@ -29,7 +29,7 @@ def test_every_rule_has_cases(rule):
     assert len({case.name for case in cases}) == len(cases), "two cases of one name"
     for kind, families in FAMILIES[rule].items():
         found = {case.family for case in applies if case.kind == kind}
-        assert found == families, f"{kind}: a way to spell the quantisation is missing, or not in the table"
+        assert found == families, f"{kind}: a way to spell the quantization is missing, or not in the table"
     assert any(case.place for case in cases), "no case with a place that is refused"
     assert any(case.dynamic for case in applies), "no case with a dynamic size"
     assert any(case.strided for case in applies), "no case with strided inputs"
@@ -369,11 +369,11 @@ def test_a_rounding_to_another_fp8_dtype_on_the_way_is_declined():
     run = WithoutCode(fn)
     codes = run(q, k, v, torch.tensor(0.02))
     assert run.fused == 0
-    assert "rounds to float8_e5m2 before it quantises" in "\n".join(run.report.declined("attention_quant"))
+    assert "rounds to float8_e5m2 before it quantizes" in "\n".join(run.report.declined("attention_quant"))
     assert torch.equal(codes.float(), codes.float().to(torch.float8_e5m2).float())
 
 
-FIXED, GROUPS = "quantised, but not as the fused op does: ", "; the fused op takes one static scale"
+FIXED, GROUPS = "quantized, but not as the fused op does: ", "; the fused op takes one static scale"
 
 
 def per_token(x, s):
@@ -386,37 +386,37 @@ def per_group(x, s):
 
 
 def opaque(granularity):
-    def quantise(x, s):
+    def quantize(x, s):
         return torch.ops.fusion_passes.quantize_fp8_dynamic(
             x.flatten(1), dtype=torch.float8_e4m3fn, granularity=granularity
         )[0]
 
-    return quantise
+    return quantize
 
 
 @pytest.mark.parametrize(
-    ("quantise", "scale", "reason"),
+    ("quantize", "scale", "reason"),
     [
-        (per_token, (), f"quantised with dynamic per-token or per-group scales, one for each 128 elements{GROUPS}"),
-        (per_group, (), f"quantised with dynamic per-token or per-group scales, one for each 32 elements{GROUPS}"),
-        (opaque("token"), (), f"quantised with a dynamic scale per token{GROUPS}"),
-        (divide, (2, 16, 1), f"{FIXED}scale has shape [2, 16, 1]: a per-token or per-group quantisation, not a static"),
-        (divide, (128,), f"{FIXED}scale has shape [128]: a per-channel quantisation, not a static per-tensor one"),
-        (divide, (1, 1, 128), f"{FIXED}scale has shape [1, 1, 128]: a per-channel quantisation, not a static per-ten"),
+        (per_token, (), f"quantized with dynamic per-token or per-group scales, one for each 128 elements{GROUPS}"),
+        (per_group, (), f"quantized with dynamic per-token or per-group scales, one for each 32 elements{GROUPS}"),
+        (opaque("token"), (), f"quantized with a dynamic scale per token{GROUPS}"),
+        (divide, (2, 16, 1), f"{FIXED}scale has shape [2, 16, 1]: a per-token or per-group quantization, not a static"),
+        (divide, (128,), f"{FIXED}scale has shape [128]: a per-channel quantization, not a static per-tensor one"),
+        (divide, (1, 1, 128), f"{FIXED}scale has shape [1, 1, 128]: a per-channel quantization, not a static per-ten"),
         (
             lambda x, s: divide(x, x.abs().amax() / 448.0),
             (),
-            f"{FIXED}the scale is computed in the graph from the tensor itself: a dynamic quantisation",
+            f"{FIXED}the scale is computed in the graph from the tensor itself: a dynamic quantization",
         ),
         (lambda x, s: (x / s).round().clamp(-128, 127).to(torch.int8), (), "made int8; the fused op writes FP8 only"),
-        (lambda x, s: x + s, (), "goes to aten.add.Tensor, not to a quantisation"),
+        (lambda x, s: x + s, (), "goes to aten.add.Tensor, not to a quantization"),
         (lambda x, s: silu_mul(x, x), (), "silu_mul.default: the formula of fusion_passes_tests.silu_mul is not known"),
     ],
 )
-def test_the_one_line_of_an_attention_says_what_its_output_is_instead(quantise, scale, reason):
+def test_the_one_line_of_an_attention_says_what_its_output_is_instead(quantize, scale, reason):
     def attention(q, s):
         x = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(2, 16, 128)
-        return quantise(x.float(), s)
+        return quantize(x.float(), s)
 
     with torch.no_grad():
         run = WithoutCode(attention)

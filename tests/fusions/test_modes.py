@@ -67,7 +67,7 @@ def test_training_is_the_stock_graph(rule, case, dynamic):
 
 @each(lambda case: case.fuses and case.differentiable and (case in FIRST or case.strided))
 def test_gradients_through_the_attention(rule, case):
-    """A loss on the values that are quantised: saved for the backward, so they are used twice and nothing is fused."""
+    """A loss on the values that are quantized: saved for the backward, so they are used twice and nothing is fused."""
 
     def fn(*inputs):
         out = torch.utils._pytree.tree_leaves(case.fn(*inputs))[0]

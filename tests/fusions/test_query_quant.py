@@ -1,4 +1,4 @@
-"""`query_quant` in generated code: the quantisation is part of the kernel that computes the query, RoPE or a norm."""
+"""`query_quant` in generated code: the quantization is part of the kernel that computes the query, RoPE or a norm."""
 
 import re
 
@@ -55,7 +55,7 @@ def inputs(tokens=9):
 
 @pytest.mark.parametrize("device", CODE)
 @pytest.mark.parametrize("fn", [inside, opaque, normed])
-def test_the_query_is_quantised_in_the_kernel_that_computes_it(fn, device):
+def test_the_query_is_quantized_in_the_kernel_that_computes_it(fn, device):
     tensors = inputs()
     stock, ours = (CODE[device](fn, *tensors, config=config) for config in (STOCK, FUSE))
     assert len(kernels(ours)) == 1 <= len(kernels(stock))
@@ -69,7 +69,7 @@ def test_the_query_is_quantised_in_the_kernel_that_computes_it(fn, device):
 @pytest.mark.parametrize("fn", [inside, opaque])
 @torch.no_grad()
 def test_compiled_it_is_as_close_to_fp32_as_the_unfused_code(fn):
-    """Inductor quantises what the kernel has in fp32; the op read it rounded to bf16."""
+    """Inductor quantizes what the kernel has in fp32; the op read it rounded to bf16."""
     tensors = inputs(33)
     x, cos, sin, *batch, q, k, v = tensors
     query = (rotated(x.float(), cos.float(), sin.float()) / q).clamp(-448.0, 448.0).to(E4M3)
@@ -94,7 +94,7 @@ def test_op_by_op_it_is_bit_for_bit_the_same():
 
 
 @torch.no_grad()
-def test_one_op_whose_query_is_exposed_and_whose_output_is_quantised():
+def test_one_op_whose_query_is_exposed_and_whose_output_is_quantized():
     """Both rules want the same op: the second sees what the first has made."""
 
     def both(*tensors):
@@ -113,7 +113,7 @@ def test_one_op_whose_query_is_exposed_and_whose_output_is_quantised():
 
 
 @torch.no_grad()
-def test_one_op_that_quantises_for_two_attentions_is_replaced_once():
+def test_one_op_that_quantizes_for_two_attentions_is_replaced_once():
     def two(x, cos, sin, *rest):
         *batch, q, k, v = rest
         query = quantize_fp8(rotated(x, cos, sin), q)
@@ -136,9 +136,9 @@ def test_profit_is_asked_for(monkeypatch):
         report = Report()
         PostGradPassManager(PassConfig(), report)(capture_cuda(fn, *tensors))
         reasons += [site.reason for site in report.sites]
-    assert "4 heads of 64 that is quantised by an op" in reasons[0]
+    assert "4 heads of 64 that is quantized by an op" in reasons[0]
     assert "was not measured on a card of compute capability 9.0" in reasons[0]
-    assert "comes from an input of the graph, which Inductor does not fuse a quantisation into" in reasons[1]
+    assert "comes from an input of the graph, which Inductor does not fuse a quantization into" in reasons[1]
 
 
 def opaque_alone(x, cos, sin, *rest):
@@ -253,7 +253,7 @@ def test_an_op_that_writes_to_another_shape_is_declined():
 
 
 @torch.no_grad()
-def test_a_quantisation_that_makes_a_number_of_nan_does_not_become_one_that_keeps_it():
+def test_a_quantization_that_makes_a_number_of_nan_does_not_become_one_that_keeps_it():
     def fn(x, key, value, table, start, lengths, s):
         return vllm_whole(paged.attend(x, key, value, table, start, lengths), s)
 

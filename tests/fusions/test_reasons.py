@@ -50,7 +50,7 @@ def test_one_kv_head_with_one_position_for_all_tokens(hopper):
     assert "1 fused" in step(shared_position, kv_heads=1)
 
 
-def test_a_cast_and_a_view_before_an_op_that_quantises(hopper):
+def test_a_cast_and_a_view_before_an_op_that_quantizes(hopper):
     assert "1 fused" in dense(lambda o, s: quantize_fp8(flat(o).float().view(-1, 64), s, torch.float8_e4m3fn))
 
 

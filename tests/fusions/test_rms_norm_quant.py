@@ -39,8 +39,8 @@ def test_the_worse_of_with_and_without_a_sum_counts(verdict):
 
 
 def test_what_nobody_measured(verdict):
-    assert "scales per group of 32, that plain torch quantises, was not measured" in verdict(8, 64, group_size=32).why
-    assert "that an opaque op quantises, was not measured" in verdict(8, 64, opaque=True).why
+    assert "scales per group of 32, that plain torch quantizes, was not measured" in verdict(8, 64, group_size=32).why
+    assert "that an opaque op quantizes, was not measured" in verdict(8, 64, opaque=True).why
     assert "rows of 128 with FP8 output" in verdict(8, 128).why
     assert "for 8 to 64 rows, not for 65" in verdict(65, 64).why
     assert verdict(8, 64, dtype=torch.float16).ratio is None

@@ -261,7 +261,7 @@ def test_a_reader_between_the_write_and_the_query(used_later):
 
 
 @torch.no_grad()
-def test_a_query_that_the_attention_quantises():
+def test_a_query_that_the_attention_quantizes():
     """`query_quant` takes it out, and it becomes part of this op."""
     q, k, v, cos, sin, slots, scale = tensors()
     index = {"dtype": torch.int32}

@@ -39,7 +39,7 @@ def test_scales_of_key_value_and_query(shape, hopper):
     def write(k, v, key_cache, value_cache, slots, *scales):
         kv_cache_write(k, v, key_cache, value_cache, slots, *map(SHAPES[shape], scales))
 
-    told = step(write=write, quantise=lambda q, s: saturate(q.float() / SHAPES[shape](s)))
+    told = step(write=write, quantize=lambda q, s: saturate(q.float() / SHAPES[shape](s)))
     assert "1 fused" in told
     assert "could not be read" not in told
 

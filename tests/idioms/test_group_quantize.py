@@ -1,4 +1,4 @@
-"""Dynamic FP8 quantisation per group: every spelling, and what must not pass for one."""
+"""Dynamic FP8 quantization per group: every spelling, and what must not pass for one."""
 
 import math
 
@@ -32,7 +32,7 @@ def read(fn, *args, **options):
 
 
 def miss(fn, *args):
-    """The one sentence why there is no such quantisation."""
+    """The one sentence why there is no such quantization."""
     (graph,) = capture(fn, *args)
     idioms = recognize(graph)
     assert list(idioms.of(GroupQuantize)) == []
@@ -107,7 +107,7 @@ def test_views_of_the_codes_are_recorded(x):
     assert found.input.meta["val"].shape == (6, 128)
 
 
-def test_magnitudes_that_are_quantised_themselves(x):
+def test_magnitudes_that_are_quantized_themselves(x):
     found = read(lambda x: grouped(x.float().abs(), lambda g: (largest(g) / 448.0).clamp(min=TINY)), x)
     assert found.input.target is torch.ops.aten.abs.default
 
@@ -204,8 +204,8 @@ def test_scales_that_are_another(name, x):
     assert reason in miss(lambda x: grouped(x, scales_of), x)
 
 
-def test_what_is_no_quantisation_per_group_is_left_to_the_reader_of_static_ones(x):
-    per_tensor = "a dynamic quantisation"
+def test_what_is_no_quantization_per_group_is_left_to_the_reader_of_static_ones(x):
+    per_tensor = "a dynamic quantization"
     assert per_tensor in miss(lambda x: (x / (x.abs().amax() / 448.0)).to(E4M3), x)
     other = torch.randn(6, 4, 1)
     reason = miss(lambda x, other: grouped(x, lambda g: other.abs().amax(-1, keepdim=True) / 448.0), x, other)
@@ -218,7 +218,7 @@ def test_a_quotient_or_scales_of_16_bits(x):
         scales = (groups.abs().amax(-1, keepdim=True).float() / 448.0).clamp(min=TINY)
         return (groups / scales).to(BF16).clamp(-448.0, 448.0).to(E4M3), scales
 
-    assert miss(quotient, x) == "the quotient is rounded to bfloat16 before it is quantised"
+    assert miss(quotient, x) == "the quotient is rounded to bfloat16 before it is quantized"
     scales = miss(lambda x: (x / (x.abs().amax(-1, keepdim=True) / 448.0)).clamp(-448.0, 448.0).to(E4M3), x)
     assert "which rounds them to bfloat16: choose them in float32" in scales
 

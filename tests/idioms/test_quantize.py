@@ -1,4 +1,4 @@
-"""Static FP8 quantisation: every spelling in every dtype, and what must not pass for one."""
+"""Static FP8 quantization: every spelling in every dtype, and what must not pass for one."""
 
 import functools
 import importlib
@@ -19,7 +19,7 @@ LIBRARIES: list[torch.library.Library] = []
 
 
 def the(graph):
-    """The one quantisation of a graph."""
+    """The one quantization of a graph."""
     idioms = recognize(graph)
     assert [m.reason for m in idioms.near_misses] == []
     (quantize,) = idioms.of(Quantize)
@@ -32,7 +32,7 @@ def read(fn, *args, **options):
 
 
 def miss(fn, *args, **options):
-    """The one sentence why there is no quantisation."""
+    """The one sentence why there is no quantization."""
     (graph,) = capture(fn, *args, **options)
     idioms = recognize(graph)
     assert list(idioms.of(Quantize)) == []
@@ -111,7 +111,7 @@ def test_compute_dtype(x, scale):
 
 
 def test_the_input_is_what_was_there_before_the_casts(x, scale):
-    # The producer's own rounding to bf16 is no part of the quantisation. (The view keeps torch 2.11 from dropping it.)
+    # The producer's own rounding to bf16 is no part of the quantization. (The view keeps torch 2.11 from dropping it.)
     quantize = read(lambda x, s: saturate(F.silu(x).to(BF16).reshape(3, 64).float() / s), x.float(), scale)
     assert quantize.input.meta["val"].dtype == BF16
     quantize = read(lambda x: F.silu(x).to(BF16).to(E4M3), x.float())
@@ -145,11 +145,11 @@ def test_what_prepares_the_scale_is_not_in_the_nodes(x, scale):
 
 
 def test_scales_that_are_not_one_static_number(x, scale):
-    per_token = "a per-token or per-group quantisation, not a static per-tensor one"
+    per_token = "a per-token or per-group quantization, not a static per-tensor one"
     assert miss(lambda x, s: saturate(x / s), x, torch.rand(6, 1)) == f"scale has shape [6, 1]: {per_token}"
     assert "per-channel" in miss(lambda x, s: saturate(x * s), x, torch.rand(32))
     assert "per-group" in miss(lambda x, s: saturate(x.view(6, 4, 8) / s), x, torch.rand(6, 4, 1))
-    assert "dynamic quantisation" in miss(lambda x: saturate(x / (x.abs().amax() / 448)), x)
+    assert "dynamic quantization" in miss(lambda x: saturate(x / (x.abs().amax() / 448)), x)
     assert (
         miss(lambda x, s: saturate(x / s), x, torch.tensor(3)) == "the scale has dtype int64, not a floating-point one"
     )
@@ -171,7 +171,7 @@ def test_a_scale_on_the_cpu_for_a_tensor_on_cuda(x, scale):
     assert "make the scale a buffer" in recognize(graph).near_misses[0].reason
 
 
-def test_no_quantisation_is_not_even_nearly_one(x):
+def test_no_quantization_is_not_even_nearly_one(x):
     (graph,) = capture(
         lambda x, i: (x.float() * 2, i.to(E4M3), x.to(torch.int8), x.to(E4M3).to(BF16)), x, torch.arange(4)
     )
@@ -234,7 +234,7 @@ def test_own_opaque_op(x, scale):
 
 @functools.cache
 def torchao_op():
-    """torchao's opaque quantisation; where it is not installed, an op of the same name and schema."""
+    """torchao's opaque quantization; where it is not installed, an op of the same name and schema."""
     try:
         importlib.import_module("torchao.quantization.quant_primitives")
     except ImportError:

@@ -49,7 +49,7 @@ def run(kernel, q, k, v, mask=None, out_scale=None, *, dtype=E4M3, layout="bhsd"
 def check(out, q, k, v, mask=None, *, is_causal=False, scale=None, divisor=1.0, share=0.08):
     """Every code within one step of what the rounding of the probabilities to q's dtype allows; NaN where NaN is due.
 
-    divisor: of the attention output before its quantisation. share: of codes that may differ from the reference at all.
+    divisor: of the attention output before its quantization. share: of codes that may differ from the reference at all.
     """
     options = {"is_causal": is_causal, "scale": scale}
     want = reference.attention(q, k, v, mask, **options) / divisor

@@ -162,7 +162,7 @@ def test_padding_is_written_once_and_is_zero():
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("query", [BF16, FP16])
-def test_query_is_quantised_inside(query, splits):
+def test_query_is_quantized_inside(query, splits):
     problem = Problem(FEW, query=query)
     scale = torch.tensor(SCALES["q_scale"], device=DEVICE)
     inside, want = problem.run(splits=splits, q_scale=scale)

@@ -174,7 +174,7 @@ def test_against_reference(case, kernel):
 
 
 @kernels
-def test_query_quantised_inside(kernel):
+def test_query_quantized_inside(kernel):
     problem = Problem(MIXED, query=BF16)
     problem.scales["q_scale"] = torch.tensor(SCALES["q_scale"], device=DEVICE)
     out, want = problem.run(kernel)

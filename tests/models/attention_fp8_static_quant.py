@@ -1,6 +1,6 @@
-"""Attention, static FP8 quantisation of its output, and the FP8 product that reads the codes.
+"""Attention, static FP8 quantization of its output, and the FP8 product that reads the codes.
 
-The smallest model in which the fusion of attention with quantisation can apply, and its hand-written ceiling. The
+The smallest model in which the fusion of attention with quantization can apply, and its hand-written ceiling. The
 scales are neither 1 nor powers of two, and differ: a scale that is lost, inverted or applied twice changes the output.
 """
 
@@ -25,7 +25,7 @@ FP8 = torch.float8_e4m3fn
 Quantize = Callable[[Tensor, Tensor], Tensor]
 
 
-# Opaque stands for the quantisation ops of other libraries, which the compiler cannot look into. It is not
+# Opaque stands for the quantization ops of other libraries, which the compiler cannot look into. It is not
 # quantized_decomposed::quantize_per_tensor: that rounds to integers before it casts to FP8, and its tensor form does
 # not compile to FP8 on a CPU (torch 2.13).
 SPELLINGS: dict[str, Quantize] = {
@@ -35,7 +35,7 @@ SPELLINGS: dict[str, Quantize] = {
 
 
 class AttentionFp8StaticQuantPatternModel(nn.Module):
-    """Causal attention on the output of three projections, quantised, and the output projection in FP8.
+    """Causal attention on the output of three projections, quantized, and the output projection in FP8.
 
     num_heads, num_kv_heads: of the query, and of key and value (grouped-query attention where they differ).
     quantize: `"plain"` torch, `"opaque"` as a custom op, or any function `(x, scale) -> codes`.
@@ -107,7 +107,7 @@ class AttentionFp8StaticQuantPatternModel(nn.Module):
 
 
 class AttentionFp8StaticQuantFusedModel(AttentionFp8StaticQuantPatternModel):
-    """The same with attention and quantisation in one op, called by hand: what a pass can reach at best."""
+    """The same with attention and quantization in one op, called by hand: what a pass can reach at best."""
 
     def codes(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As the unfused model's. The op writes [batch, seq, heads, head_dim], so that the reshape copies nothing."""

@@ -1,4 +1,4 @@
-"""Attention over a KV cache, static FP8 quantisation of its output, and the FP8 product that reads the codes.
+"""Attention over a KV cache, static FP8 quantization of its output, and the FP8 product that reads the codes.
 
 ``nn.Attention`` in the place that scaled_dot_product_attention has in ``attention_fp8_static_quant``: the smallest
 model of a decoder's step in which the passes over the cache's ops can apply, for every backend, and its hand-written
@@ -45,12 +45,12 @@ def lengths_of(kind: str, batch: int) -> Lengths:
 
 
 class AttentionKVCacheFp8StaticQuantPatternModel(nn.Module):
-    """RoPE if asked for, attention with a cache, quantisation of its output, and the output projection in FP8.
+    """RoPE if asked for, attention with a cache, quantization of its output, and the output projection in FP8.
 
     num_heads, num_kv_heads: of the query, and of key and value (grouped-query attention where they differ).
     backend, kv_cache_dtype, quantize_query: of ``nn.Attention``.
     quantize: `"plain"` torch, `"opaque"` as a custom op, or any function `(x, scale) -> codes`.
-    rope: rotate query and key by their positions, before they are quantised.
+    rope: rotate query and key by their positions, before they are quantized.
     """
 
     rope: Tensor | None
@@ -172,7 +172,7 @@ class AttentionKVCacheFp8StaticQuantPatternModel(nn.Module):
 
 
 class AttentionKVCacheFp8StaticQuantFusedModel(AttentionKVCacheFp8StaticQuantPatternModel):
-    """The same with attention and quantisation in one op, called by hand: what a pass can reach at best."""
+    """The same with attention and quantization in one op, called by hand: what a pass can reach at best."""
 
     def codes(self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata) -> Tensor:
         """As the unfused model's. Only for backends with FP8 output."""

@@ -56,7 +56,7 @@ def test_output_is_the_product_of_the_codes(dtype):
     torch.testing.assert_close(output.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
 
 
-def test_opaque_and_plain_and_own_quantisation_agree():
+def test_opaque_and_plain_and_own_quantization_agree():
     inputs = Unfused(**GEOMETRY).example_inputs(7, 33)
 
     def own(x, scale):

@@ -1,6 +1,6 @@
 """The models over a KV cache, for every backend: eagerly, compiled stock and compiled with the passes.
 
-Raw FP8 codes of both compiled runs against each other, and against dense attention in fp32 over the dequantised cache.
+Raw FP8 codes of both compiled runs against each other, and against dense attention in fp32 over the dequantized cache.
 """
 
 import itertools

@@ -175,12 +175,12 @@ def distance(x, y):
     return ((x.float() - y.float()).norm() / y.float().norm()).item()
 
 
-def test_bf16_is_quantised_on_the_text(tmp_path):
+def test_bf16_is_quantized_on_the_text(tmp_path):
     tensors = plain_tensors()
     told = []
     fp8 = load_folder(folder(tmp_path, tensors), TEXT, block_size=16, tell=told.append)
     assert told == [
-        "weights of 8 products quantised to FP8 at load; scales chosen on the calibration text: the input of each, "
+        "weights of 8 products quantized to FP8 at load; scales chosen on the calibration text: the input of each, "
         "query of 2 layers, key of 2 layers, value of 2 layers"
     ]
     assert fp8.layers[0].attention.attention.kv_cache is None  # that of the calibration is gone
@@ -259,13 +259,13 @@ def quark(**weight):
 @pytest.mark.parametrize(
     ("config", "sentences"),
     [
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, ["quantised dynamically in model.layers.0"]),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, ["quantized dynamically in model.layers.0"]),
         (
             {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-            ["one scale for each block of 128 x 128", "quantised dynamically"],
+            ["one scale for each block of 128 x 128", "quantized dynamically"],
         ),
-        ({"quant_method": "fbgemm_fp8"}, ["one scale for each output channel", "quantised dynamically"]),
-        ({"config_groups": {"a": GROUP | {"input_activations": None}}}, ["the activations are not quantised"]),
+        ({"quant_method": "fbgemm_fp8"}, ["one scale for each output channel", "quantized dynamically"]),
+        ({"config_groups": {"a": GROUP | {"input_activations": None}}}, ["the activations are not quantized"]),
         ({"config_groups": {"a": {"weights": {"type": "int", "num_bits": 8}}}}, ["the weights are int8"]),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ["the format is NVFP4"]),
         (quark(dtype="fp4"), ["the weights are fp4"]),
@@ -274,7 +274,7 @@ def quark(**weight):
             {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"},
             ["scales are for NVFP4", "kv_cache_dtype='auto'"],
         ),
-        ({"quant_method": "mxfp4"}, ["quantised by 'mxfp4'", "quantised at load"]),
+        ({"quant_method": "mxfp4"}, ["quantized by 'mxfp4'", "quantized at load"]),
         ({"bits": 4}, ["has no quant_method"]),
         ({"quant_method": "compressed-tensors", "ignore": ["re:("]}, [r"'re:\(', no regular expression"]),
     ],
@@ -345,7 +345,7 @@ def test_config_of_transformers_4_and_5():
         ({"model_type": "qwen2"}, "only Llama models"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE of type 'yarn'"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
         ({"hidden_size": 128}, "the config asks for"),
         ({"num_hidden_layers": 1}, "has tensors that this model has no place for"),
         ({"num_hidden_layers": 3}, r"has no model\.layers\.2\.input_layernorm"),
@@ -364,11 +364,11 @@ Q = "model.layers.0.self_attn.q_proj"
     [
         (
             {f"{Q}.input_scale": None},
-            r"no .*q_proj\.input_scale, nor activation_scale or act_scale, as where activations are quantised",
+            r"no .*q_proj\.input_scale, nor activation_scale or act_scale, as where activations are quantized",
         ),
         (
             {f"{Q}.weight_scale": None},
-            r"no .*q_proj\.weight_scale, nor weight_scale_inv for its FP8.*or the bf16 one, which is quantised",
+            r"no .*q_proj\.weight_scale, nor weight_scale_inv for its FP8.*or the bf16 one, which is quantized",
         ),
         ({f"{Q}.weight_scale": torch.rand(64, 1)}, "only one scale for the whole tensor"),
         ({f"{Q}.weight_scale": torch.tensor(0.0)}, "must be positive and finite"),

@@ -166,7 +166,7 @@ def test_probabilities():
 # Scales
 
 
-def test_an_unquantised_checkpoint_is_enough():
+def test_an_unquantized_checkpoint_is_enough():
     model = nn.ModuleDict({"attn": layer(sinks=True)})
     plain = nn.ModuleDict({"attn": layer("auto", sinks=True)})
     assert list(plain.state_dict()) == ["attn.sinks"]

@@ -257,7 +257,7 @@ def test_a_copy_is_independent_and_to_moves_everything():
 
 
 @torch.no_grad()
-def test_the_settings_choose_the_form_of_the_querys_quantisation():
+def test_the_settings_choose_the_form_of_the_querys_quantization():
     """Opaque where the passes' settings ask for it; the same codes."""
     attention, inputs = layer(), step(7)
     attention.allocate_cache(9)

@@ -40,8 +40,8 @@ def matrix():
         "elements of the keys": lambda b: (
             "any number" if b.max_cache_elements is None else f"up to {b.max_cache_elements}"
         ),
-        "quantised query": lambda b: YES[b.supports_quant_query_input],
-        "quantised probabilities": lambda b: YES[b.supports_quant_probs],
+        "quantized query": lambda b: YES[b.supports_quant_query_input],
+        "quantized probabilities": lambda b: YES[b.supports_quant_probs],
         "FP8 output, static per tensor": lambda b: YES[b.supports_fused_output_quant(QuantSpec())],
         "FP8 output, dynamic per group": lambda b: YES[
             b.supports_fused_output_quant(QuantSpec(E4M3, "group", 128, static=False))
@@ -138,7 +138,7 @@ def test_a_backend_says_what_it_cannot_do(monkeypatch):
     assert str(error.value) == (
         "no attention backend can do this layer:\n  narrow: head size 16 is not among 128; cache dtype "
         "torch.float8_e4m3fn is not among torch.bfloat16, torch.float16; device cpu is not among cuda; it has no "
-        "quantised queries; it has no sliding window"
+        "quantized queries; it has no sliding window"
     )
     with pytest.raises(ValueError, match="narrow: the device is not known, it needs cuda"):
         Attention(4, 2, 128, dtype=BF16)
@@ -152,7 +152,7 @@ def test_a_backend_says_what_it_cannot_do(monkeypatch):
     [
         ({"kv_cache_dtype": "fp8_e4m3"}, "cache dtype torch.float8_e4m3fn is not among torch.bfloat16, torch.float16"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "cache dtype torch.float8_e5m2 is not among"),
-        ({"kv_cache_dtype": "fp8_e4m3", "quantize_query": True}, "it has no quantised queries"),
+        ({"kv_cache_dtype": "fp8_e4m3", "quantize_query": True}, "it has no quantized queries"),
         ({"block_size": 48}, "page size 48 is not among 16, 32, 64, 128, 256"),
         ({"device": "cpu"}, "device cpu is not among cuda"),
         ({"head_dim": 8}, "head size 8 is below 16"),
@@ -218,7 +218,7 @@ def test_output_that_is_refused():
         with pytest.raises(ValueError, match=message):
             attention(*inputs, **options)
     attention.backend = Narrow
-    with pytest.raises(ValueError, match="backend narrow has no output quantised as QuantSpec"):
+    with pytest.raises(ValueError, match="backend narrow has no output quantized as QuantSpec"):
         attention._output_dtype(torch.tensor(0.5), None, None, torch.device("cpu"))
 
 
@@ -395,7 +395,7 @@ def test_every_backend_checks_its_arguments(backend, field, change, error, messa
     ids=["scales", "output", "groups", "dtype"],
 )
 def test_flex_leaves_nothing_out_in_silence(options, message):
-    with pytest.raises(ValueError, match=f"backend flex quantises nothing and returns torch.bfloat16: {message}"):
+    with pytest.raises(ValueError, match=f"backend flex quantizes nothing and returns torch.bfloat16: {message}"):
         attend(backends.Flex, **{name: lambda _, x=x: x for name, x in options.items()})
 
 

@@ -1,4 +1,4 @@
-"""FP8Linear, calibrate and quantize_, against fp32 arithmetic on the dequantised operands."""
+"""FP8Linear, calibrate and quantize_, against fp32 arithmetic on the dequantized operands."""
 
 import copy
 

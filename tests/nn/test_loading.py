@@ -235,7 +235,7 @@ def test_a_linear_loads_a_scale_of_any_shape_and_dtype(scale, assign):
 
 
 @pytest.mark.parametrize("value", LOST, ids=str)
-def test_nothing_is_quantised_with_a_bad_scale(value):
+def test_nothing_is_quantized_with_a_bad_scale(value):
     model = nn.Sequential(nn.Linear(32, 16))
     with pytest.raises(ValueError, match=r"0: input_scale must be positive and finite, got .*: calibrate"):
         quantize_(model, {"0": value})

@@ -210,7 +210,7 @@ def test_each_scale_is_applied_once(name):
     assert not torch.equal(codes(out), codes(base))
 
 
-def test_a_query_with_a_scale_is_quantised_inside():
+def test_a_query_with_a_scale_is_quantized_inside():
     problem = Problem()
     query, scale = problem.query.bfloat16()[: problem.total], torch.tensor(0.017)
     inside = paged_attention(*problem.args(query), scale, **problem.scales, scale=0.3)
@@ -511,7 +511,7 @@ def test_scales_without_an_fp8_cache():
     args = problem.args(problem.query.bfloat16())
     with pytest.raises(ValueError, match=r"belong to an FP8 cache, this one is .*bfloat16"):
         paged_attention(*args, None, torch.ones(()), scale=1.0)
-    with pytest.raises(ValueError, match="asks to quantise it like the cache"):
+    with pytest.raises(ValueError, match="asks to quantize it like the cache"):
         paged_attention(*args, torch.ones(()), scale=1.0)
     with pytest.raises(TypeError, match="one dtype, or an FP8 cache"):
         paged_attention(args[0].half(), *args[1:], scale=1.0)

@@ -1,4 +1,4 @@
-"""The opaque quantisation op: contract and errors."""
+"""The opaque quantization op: contract and errors."""
 
 import pytest
 import torch

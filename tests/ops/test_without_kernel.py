@@ -167,7 +167,7 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize("why", WITHOUT)
-def test_attention_without_a_kernel_is_sdpa_and_a_quantisation(why, card, caplog):
+def test_attention_without_a_kernel_is_sdpa_and_a_quantization(why, card, caplog):
     """The numbers of stock's ops, also with a mask, one scale that multiplies, and grouped heads."""
     card.kernel(launch=broken)
     machine, inputs = WITHOUT[why]

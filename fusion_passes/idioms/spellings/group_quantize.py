@@ -1,4 +1,4 @@
-"""Dynamic FP8 quantisation per group, as people write it."""
+"""Dynamic FP8 quantization per group, as people write it."""
 
 from __future__ import annotations
 

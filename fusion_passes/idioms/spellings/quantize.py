@@ -1,4 +1,4 @@
-"""Static per-tensor FP8 quantisation, as people write it."""
+"""Static per-tensor FP8 quantization, as people write it."""
 
 from __future__ import annotations
 

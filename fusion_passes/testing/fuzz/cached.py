@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from fusion_passes.testing.fuzz import quantisation
+from fusion_passes.testing.fuzz import quantization
 from fusion_passes.testing.fuzz.builder import Builder
 from fusion_passes.testing.fuzz.dense import DTYPES
 
@@ -74,7 +74,7 @@ def cache(b: Builder) -> Cache:
 
 
 def step(b: Builder) -> None:
-    """RoPE, a write, attention over the cache, quantisation: each may be missing, or be nearly that."""
+    """RoPE, a write, attention over the cache, quantization: each may be missing, or be nearly that."""
     b.backend = "cpu"
     c = cache(b)
     q, k, v = projections(b, c)
@@ -86,13 +86,13 @@ def step(b: Builder) -> None:
     codes = False
     if c.fp8 and b.choose(True, False):
         codes = True
-        q = quantisation.static(b, q, "E4M3") if b.choose(True, False) else opaque_query(b, q)
+        q = quantization.static(b, q, "E4M3") if b.choose(True, False) else opaque_query(b, q)
         if not str(b.tensor(q).dtype).startswith("torch.float8_e4m3fn"):
             codes = False
         q_scale = b.input("torch.tensor(0.02)", "scale")
     elif c.fp8 and b.choose(False, True):
         q_scale = b.input("torch.tensor(0.031)", "scale")
-        b.note("query", "quantised by the attention")
+        b.note("query", "quantized by the attention")
     if kind != "attention":
         write(b, c, k, v)
     if kind == "write":
@@ -106,7 +106,7 @@ def step(b: Builder) -> None:
 def opaque_query(b: Builder, q: str) -> str:
     """The query's codes by an op."""
     by = b.input("torch.tensor(0.02)", "scale")
-    b.note("query", "quantised by an op")
+    b.note("query", "quantized by an op")
     return b.let(f"ops.quantize_fp8({q}, {by})", "codes")
 
 
@@ -223,7 +223,7 @@ def write(b: Builder, c: Cache, k: str, v: str) -> None:
     """The new keys and values go to their slots."""
     scales = f", {c.k_scale}, {c.v_scale}" if c.fp8 else ""
     way = b.choose("by the write", "by the write", "by the write", "before", "one of them") if c.fp8 else "none"
-    b.note("write", f"quantised {way}")
+    b.note("write", f"quantized {way}")
     if way == "before":
         k, v = (b.let(f"({x} / {s}).clamp(-448.0, 448.0).to(E4M3)") for x, s in ((k, c.k_scale), (v, c.v_scale)))
         scales = ""
@@ -257,10 +257,10 @@ def attend(b: Builder, c: Cache, q: str, q_scale: str, codes: bool) -> None:
     else:
         out = b.let(b.choose(f"{out}.transpose(0, 1).flatten(1)", f"{out}.transpose(1, 2).flatten(1)"))
     if kind == "group":
-        b.returns(quantisation.group(b, out))
+        b.returns(quantization.group(b, out))
     elif kind == "static":
-        b.returns(quantisation.static(b, out))
+        b.returns(quantization.static(b, out))
     elif kind == "opaque":
-        b.returns(quantisation.opaque(b, out))
+        b.returns(quantization.opaque(b, out))
     else:
-        b.returns(quantisation.token(b, out) if kind == "token" else quantisation.near_miss(b, out))
+        b.returns(quantization.token(b, out) if kind == "token" else quantization.near_miss(b, out))

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fusion_passes.testing.fuzz import cached, dense, quantisation, writes
+from fusion_passes.testing.fuzz import cached, dense, quantization, writes
 from fusion_passes.testing.fuzz.builder import Builder
 from fusion_passes.testing.fuzz.program import Program
 
@@ -19,7 +19,7 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 def pure_programs(draw: Draw) -> Program:
     """Programs whose faults show in the graph: nothing is written, but for a KV cache, whose new values are returned
     too."""
-    kind = draw(st.sampled_from(("attention", "attention", "attention", "cache", "cache", "quantisation")))
+    kind = draw(st.sampled_from(("attention", "attention", "attention", "cache", "cache", "quantization")))
     dynamic = kind != "cache" and draw(st.integers(0, 13)) == 13
     b = Builder(draw, n=draw(st.sampled_from((5, 8))) if dynamic else Program.n, writes=False, dynamic=dynamic)
     b.note("program", kind)
@@ -63,7 +63,7 @@ def programs() -> st.SearchStrategy[Program]:
 
 def _attention_and_codes(b: Builder) -> None:
     out = _views(b, dense.attention(b))
-    codes = quantisation.quantised(b, out)
+    codes = quantization.quantized(b, out)
     _behind(b, codes)
 
 
@@ -74,7 +74,7 @@ RARE_BETWEEN = (
 
 
 def _views(b: Builder, out: str) -> str:
-    """What stands between [batch, heads, queries, head_dim] and the quantisation."""
+    """What stands between [batch, heads, queries, head_dim] and the quantization."""
     heads, size = b.tensor(out).shape[1], b.tensor(out).shape[3]
     batch, length = b.size(out, 0), b.size(out, 2)
     ways = {
@@ -131,13 +131,13 @@ def _behind(b: Builder, codes: str) -> None:
 
 
 def _codes_alone(b: Builder) -> None:
-    """A quantisation of something else than an attention."""
+    """A quantization of something else than an attention."""
     dtype = b.feature("dtype", **dense.DTYPES)[1]
     rows = "n" if b.is_dynamic else "6"
     x = b.input(f"torch.randn({rows}, 32, dtype={dtype}) * 3")
     if b.choose(True, False):
         x = b.let(b.choose(f"F.silu({x})", f"{x}.relu()", f"{x} @ {x}.t() @ {x}", f"F.layer_norm({x}, (32,))"))
-    _behind(b, quantisation.quantised(b, x))
+    _behind(b, quantization.quantized(b, x))
 
 
 def surroundings(b: Builder) -> None:

@@ -1,4 +1,4 @@
-"""The grammar of FP8 quantisation: static, dynamic per group or token, opaque; scales in every form; near misses."""
+"""The grammar of FP8 quantization: static, dynamic per group or token, opaque; scales in every form; near misses."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from fusion_passes.testing.fuzz.builder import Builder
 LIMITS = {"E4M3": "448.0", "E5M2": "57344.0", "torch.float8_e4m3fnuz": "240.0"}
 
 
-def quantised(b: Builder, x: str) -> str:
+def quantized(b: Builder, x: str) -> str:
     """FP8 codes of x, or what is nearly that; a variable."""
     ways = {"static": static, "opaque": opaque, "group": group, "token": token, "near miss": near_miss}
-    return b.pick("quantisation", ways, ("group", "token", "near miss"))[1](b, x)
+    return b.pick("quantization", ways, ("group", "token", "near miss"))[1](b, x)
 
 
 def scale(b: Builder) -> tuple[str, bool]:
@@ -172,7 +172,7 @@ def token(b: Builder, x: str) -> str:
 
 
 def near_miss(b: Builder, x: str) -> str:
-    """What looks like a static quantisation and is none."""
+    """What looks like a static quantization and is none."""
     hidden = b.tensor(x).shape[-1]
     _, text = b.feature(
         "near miss",

@@ -1,8 +1,8 @@
-"""The quantisations around the attention, as they are in a graph and as the passes leave them.
+"""The quantizations around the attention, as they are in a graph and as the passes leave them.
 
-    query    RoPE, then the query is quantised by an op ("opaque") or by the attention op itself ("inside"), then the
-             attention; against the same program with `query_quant`, where Inductor fuses RoPE and quantisation
-    output   attention, then its output is quantised in plain torch, by one scale ("tensor") or by a scale for 128
+    query    RoPE, then the query is quantized by an op ("opaque") or by the attention op itself ("inside"), then the
+             attention; against the same program with `query_quant`, where Inductor fuses RoPE and quantization
+    output   attention, then its output is quantized in plain torch, by one scale ("tensor") or by a scale for 128
              columns ("group"); against the same program with `attention_quant`
 
 Up to 256 tokens each is a sequence's next one; more are sequences of 1024 new ones. `matches` counts what was fused.
@@ -95,7 +95,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def query(opaque: bool, max_query_len: int | None) -> Callable[..., Tensor]:
-    """RoPE and attention; the query is quantised by an op in between, or by the attention."""
+    """RoPE and attention; the query is quantized by an op in between, or by the attention."""
 
     def run(x: Tensor, cos: Tensor, sin: Tensor, *rest: Tensor) -> Tensor:
         *batch, q_scale, k_scale, v_scale, _ = rest
@@ -108,7 +108,7 @@ def query(opaque: bool, max_query_len: int | None) -> Callable[..., Tensor]:
 
 
 def output(group: bool, max_query_len: int | None) -> Callable[..., object]:
-    """Attention and the quantisation of its output."""
+    """Attention and the quantization of its output."""
 
     def run(x: Tensor, *rest: Tensor) -> object:
         *batch, k_scale, v_scale, out_scale = rest
