@@ -169,7 +169,9 @@ def _widened(x: Node) -> list[Step]:
     above = top(steps, x)
     both = operands(above, *DIVISIONS, *MULTIPLICATIONS)
     if both is not None and is_scalar(both[0]) != is_scalar(both[1]):
-        raise Unread(above, f"scaled twice: {above.name} scales the tensor before the quantization does")
+        x, by = both if is_scalar(both[1]) else both[::-1]
+        if not _is_made_of(by, x):  # as the factor of a norm is, which has one element where there is one token
+            raise Unread(above, f"scaled twice: {above.name} scales the tensor before the quantization does")
     return _without_last_views(steps)
 
 
@@ -297,9 +299,13 @@ def _check_scale(node: Node, scale: Node, x: Node) -> None:
             f"the scale is on {value(scale).device} and the tensor on {value(x).device}: make the scale a buffer, "
             "so that .to(device) moves it",
         )
-    root, _ = through_views(x)
-    if depends_on(scale, root):
+    if _is_made_of(scale, x):
         raise Unread(node, "the scale is computed in the graph from the tensor itself: a dynamic quantization")
+
+
+def _is_made_of(scale: object, x: object) -> bool:
+    """True where a scale is computed in the graph from the tensor itself."""
+    return isinstance(scale, Node) and isinstance(x, Node) and depends_on(scale, through_views(x)[0])
 
 
 def _opaque(call: OpCall, op: OpaqueOp) -> Quantize | None:

@@ -171,6 +171,13 @@ def test_a_scale_on_the_cpu_for_a_tensor_on_cuda(x, scale):
     assert "make the scale a buffer" in recognize(graph).near_misses[0].reason
 
 
+def test_one_element_that_is_made_of_the_tensor_is_no_second_scale(x, scale):
+    """One token: the norm's factor has one element."""
+    norm = read(lambda x, s: saturate(x.float() * x.float().pow(2).mean(-1, keepdim=True).rsqrt() / s), x[:1], scale)
+    assert (norm.scale.op, norm.input.target) == ("placeholder", torch.ops.aten.mul.Tensor)
+    assert "scaled twice" in miss(lambda x, y, s: saturate(x.float() * y.pow(2).mean() / s), x[:1], x.float(), scale)
+
+
 def test_no_quantization_is_not_even_nearly_one(x):
     (graph,) = capture(
         lambda x, i: (x.float() * 2, i.to(E4M3), x.to(torch.int8), x.to(E4M3).to(BF16)), x, torch.arange(4)

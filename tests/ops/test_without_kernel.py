@@ -252,11 +252,11 @@ def cases(device="cpu"):
 
 
 CUDA = {
-    "quantize": support.taking(QUANTIZE.QuantizeArguments, QUANTIZE._cuda),
-    "quantize_dynamic": support.taking(DYNAMIC.QuantizeDynamicArguments, DYNAMIC._cuda),
-    "kv_cache_write": support.taking(WRITE.KVCacheWriteArguments, WRITE._cuda),
-    "rope_quant_kv_write": support.taking(ROPE.RopeQuantKVWriteArguments, ROPE._cuda),
-    "paged_attention": support.taking(PAGED.PagedAttentionArguments, PAGED._cuda),
+    "quantize": support.unpacked(QUANTIZE.QuantizeArguments, QUANTIZE._cuda),
+    "quantize_dynamic": support.unpacked(DYNAMIC.QuantizeDynamicArguments, DYNAMIC._cuda),
+    "kv_cache_write": support.unpacked(WRITE.KVCacheWriteArguments, WRITE._cuda),
+    "rope_quant_kv_write": support.unpacked(ROPE.RopeQuantKVWriteArguments, ROPE._cuda),
+    "paged_attention": support.unpacked(PAGED.PagedAttentionArguments, PAGED._cuda),
 }
 OPS = list(CUDA)
 
