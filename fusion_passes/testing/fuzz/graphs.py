@@ -6,11 +6,10 @@ for node, that no guard was added, and the strides that the graph promises.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -28,6 +27,7 @@ from fusion_passes.compiler.report import Report
 from fusion_passes.fusions.rule import MatchStatus
 from fusion_passes.graph.read import META_ONLY, aten, calls
 from fusion_passes.idioms.attention_mask import CUDNN_MASKED
+from fusion_passes.ops import support
 from fusion_passes.quant import FP8_DTYPES
 from fusion_passes.testing.fuzz.ideal import InFP32
 from fusion_passes.testing.fuzz.oracle import (
@@ -133,12 +133,10 @@ def _traced(
 def _as_on_a_card() -> Iterator[None]:
     """What the rules ask of the machine, answered for CUDA tensors as by an H200: the graph is CUDA's, the card is not
     there."""
-    with ExitStack() as stack:
-        for name in ("attention_quant", "kv_cache_write", "quantize"):
-            module = importlib.import_module(f"fusion_passes.ops.{name}")
-            answers = {"device_capability": lambda device: (9, 0) if device.type == "cuda" else None}
-            for asked, answer in {**answers, "triton_version": lambda: (3, 6)}.items():
-                stack.enter_context(mock.patch.object(module, asked, answer))
+    capability = mock.patch.object(
+        support, "device_capability", lambda device: (9, 0) if device.type == "cuda" else None
+    )
+    with capability, mock.patch.object(support, "triton_version", return_value=(3, 6)):
         yield
 
 
