@@ -1,5 +1,6 @@
 """The fuzzer: a thousand programs of it, and bugs planted that it must find."""
 
+import re
 import subprocess
 import sys
 import warnings
@@ -9,6 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from fusion_passes import idioms
+from fusion_passes.fusions.rule import Level
+from fusion_passes.idioms import attention_mask
 from fusion_passes.testing import fuzz
 from fusion_passes.testing.fuzz import campaign, code, hunt, ideal, mutants, oracle
 from fusion_passes.testing.fuzz.program import Program
@@ -202,16 +205,71 @@ def test_generated_code_is_measured_against_fp32():
     assert code.check_program(program)["attention_quant"] == 1
 
 
-def test_no_view_of_an_input_with_an_offset_is_written_to_by_an_op():
+def test_no_input_with_an_offset_is_written_to_by_an_op():
     # Stock writes somewhere else then, past the end of the storage too.
-    offset = 0
+    in_place = 0
     for program in fuzz.draw(2, 300, fuzz.writing_programs()):
         for name, x in zip(program.names, program.make_inputs(), strict=True):
             if isinstance(x, torch.Tensor) and x.storage_offset():
-                offset += f"custom.bump_({name})" in program.source
-                assert f"custom.bump_({name}[" not in program.source
-                assert f"custom.bump_({name}.t" not in program.source
-    assert offset, "the whole of such an input is written to"
+                in_place += f"\n    {name}.mul_(" in program.source
+                assert not re.search(rf"custom\.\w+_\(.*\b{name}\b", program.source)
+    assert in_place, "such an input is written to in place"
+
+
+FLIP = "y = x.sum().flip(0).relu()"
+
+
+def test_what_stock_alone_cannot_compile_is_no_finding(monkeypatch):
+    def compiled(self, config, report):
+        raise IndexError("list index out of range\nand more about it")
+
+    programs = [a_program(FLIP, writes=True)] * 3
+    monkeypatch.setattr(code._Comparison, "_compiled", compiled)
+    found = code.check_together(programs)
+    assert (found.faults, sorted(found.not_traced)) == ({}, [0, 1, 2])
+    with pytest.raises(oracle.NotTraced, match="stock: IndexError: list index out of range"):
+        code.check_program(programs[0])
+
+
+def test_what_only_the_passes_break_is_a_finding(monkeypatch):
+    def compiled(self, config, report):
+        if config.level is Level.O0:
+            return [], []
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(code._Comparison, "_compiled", compiled)
+    found = code.check_together([a_program(FLIP, writes=True)] * 2)
+    assert (sorted(found.faults), found.not_traced) == ([0, 1], {})
+    assert found.faults[0].kind == "does not run"
+
+
+def test_why_programs_were_not_compared_is_counted(monkeypatch):
+    found = code.Together(not_traced={at: oracle.NotTraced("stock: IndexError: out of range\nmore") for at in (0, 1)})
+    monkeypatch.setattr(code, "check_together", lambda programs: found)
+    outcome = campaign.run(3, 2, st.just(a_program(FLIP, writes=True)) | st.just(a_program("y = x", writes=True)))
+    assert outcome.not_traced == {"stock: IndexError: out of range": 2}
+    assert not outcome.findings
+
+
+MASKED_FOR_CUDNN = a_program(
+    "y = F.scaled_dot_product_attention(x[0], x[1], x[2], attn_mask=torch.where(mask, 0.0, -65536.0).to(x.dtype))",
+    "y = ops.quantize_fp8(y.transpose(1, 2).flatten(2), scale)",
+    inputs=(
+        ("x", "torch.randn(3, 2, 4, 6, 64, dtype=torch.bfloat16)"),
+        ("mask", "(torch.rand(6, 6) > 0.5) & (torch.arange(6) < 5)[:, None]"),
+        ("scale", "torch.tensor(0.02)"),
+    ),
+    backend="cudnn",
+)
+
+
+def test_a_row_that_attends_to_nothing_in_old_cudnn(monkeypatch):
+    # The mean of all values there, 0 where it is fused.
+    monkeypatch.setattr(attention_mask, "OLD_CUDNN_MASKS", True)
+    assert campaign.check(MASKED_FOR_CUDNN)["attention_quant"] == 1
+    (lost,) = (mutant for mutant in mutants.MUTANTS if mutant.name == "the mask is lost")
+    with lost.planted(), pytest.raises(fuzz.Fault):
+        campaign.check(MASKED_FOR_CUDNN)
 
 
 def test_bytes_of_codes_are_compared_as_codes():

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fusion_passes.testing.fuzz import campaign, jobs, workers
+from fusion_passes.testing.fuzz import campaign, code, jobs, workers
 
 PROGRAMS = 12
 DYING = f"""
@@ -30,7 +30,7 @@ def run(seed, job, shrink, **options):
             os.abort()
         if job == 3:
             raise ZeroDivisionError("nobody has expected that")
-        return {{}}, {{}}
+        return code.Together()
 
     campaign.check, code.check_together = check, check_together
     programs = campaign.draw(seed * 1_000_003 + job, jobs.JOB)
@@ -112,7 +112,7 @@ def test_a_job_that_dies_again_and_again_is_given_up():
 def test_programs_that_are_skipped_are_not_checked(monkeypatch):
     checked = []
     monkeypatch.setattr(campaign, "check", lambda program: checked.append(program) or {})
-    monkeypatch.setattr(campaign.code, "check_together", lambda some: checked.extend(some) or ({}, {}))
+    monkeypatch.setattr(campaign.code, "check_together", lambda some: checked.extend(some) or code.Together())
     (first, *rest), told = drawn(0), []
     outcome = campaign.run(0, PROGRAMS, skip={first[1:]}, alone=True, tell=told.append)
     assert outcome.programs == PROGRAMS

@@ -88,7 +88,7 @@ def _say(count: int, pending: int, done: dict[int, dict[str, Any]], seconds: flo
 def _summary(records: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    total = {name: Counter[str]() for name in ("applied", "features")}
+    total = {name: Counter[str]() for name in ("applied", "features", "not_traced")}
     for record in records:
         for name, counter in total.items():
             counter.update(record[name])
@@ -99,7 +99,7 @@ def _summary(records: list[dict[str, Any]], arguments: argparse.Namespace) -> di
         "core_seconds": round(sum(record["seconds"] for record in records)),
         "processes": arguments.processes,
         "fusing": sum(record["fusing"] for record in records),
-        "not_traced": sum(record["not_traced"] for record in records),
+        "not_traced": dict(total["not_traced"].most_common()),
         "applied": dict(total["applied"].most_common()),
         "findings": [{key: finding[key] for key in ("kind", "text", "seed", "at")} for finding in findings],
         "torch": torch.__version__,

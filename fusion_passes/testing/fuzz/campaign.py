@@ -21,8 +21,8 @@ from hypothesis.errors import HypothesisException
 
 from fusion_passes.testing.fuzz import code
 from fusion_passes.testing.fuzz.grammar import programs
-from fusion_passes.testing.fuzz.graphs import NotTraced, check_graph
-from fusion_passes.testing.fuzz.oracle import Fault
+from fusion_passes.testing.fuzz.graphs import check_graph
+from fusion_passes.testing.fuzz.oracle import Fault, NotTraced
 from fusion_passes.testing.fuzz.program import Program
 
 RUN = 10
@@ -57,8 +57,13 @@ class Outcome:
     fusing: int = 0
     features: Counter[str] = field(default_factory=Counter)
     not_traced: Counter[str] = field(default_factory=Counter)
-    """Why programs could not be traced: what is traced on a CPU for CUDA stops at ops that look for a device."""
+    """Why programs could not be compared: what is traced on a CPU for CUDA stops at ops that look for a device, and
+    some programs stock itself cannot compile."""
     findings: list[Finding] = field(default_factory=list)
+
+    def cannot_trace(self, error: NotTraced) -> None:
+        """Count a program that could not be compared, by the first line of the reason."""
+        self.not_traced[str(error).splitlines()[0][:120]] += 1
 
 
 def draw(number: int, count: int, strategy: st.SearchStrategy[Program] | None = None) -> list[Program]:
@@ -93,7 +98,7 @@ def _draw(number: int, count: int, strategy: st.SearchStrategy[Program] | None) 
 
 
 def check(program: Program) -> Counter[str]:
-    """How often each rule was applied to a program that is not changed by it.  Raises Fault."""
+    """How often each rule was applied to a program that is not changed by it.  Raises Fault, NotTraced."""
     if program.writes:
         return code.check_program(program)
     return check_graph(
@@ -146,7 +151,7 @@ def _check_graphs(
         except Fault as fault:
             yield origin, fault
         except NotTraced as error:
-            outcome.not_traced[str(error)[:80]] += 1
+            outcome.cannot_trace(error)
         else:
             outcome.applied.update(applied)
             outcome.fusing += bool(applied)
@@ -161,9 +166,11 @@ def _check_code(
         for first in range(0, len(writing), size):
             some = writing[first : first + size]
             tell(some)
-            applied, found = code.check_together([program for program, _, _ in some])
-            outcome.applied.update(applied)
-            yield from ((some[at], fault) for at, fault in found.items())
+            found = code.check_together([program for program, _, _ in some])
+            outcome.applied.update(found.applied)
+            for error in found.not_traced.values():
+                outcome.cannot_trace(error)
+            yield from ((some[at], fault) for at, fault in found.faults.items())
 
 
 def shrink(

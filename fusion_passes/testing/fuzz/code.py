@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fusion_passes.testing.fuzz.ideal import InFP32
 from fusion_passes.testing.fuzz.oracle import (
     Fault,
     Near,
+    NotTraced,
     check_aliases,
     check_all_near,
     check_form,
@@ -44,7 +46,7 @@ def check_code(
     """Compare what `function(*make_inputs(n, seed))` returns and writes, compiled with and without the passes.
 
     make_inputs: other seeds than 0 are asked for where a result seems too far from fp32; see `oracle`.
-    Returns how often each rule was applied, and "moved".  Raises Fault.
+    Returns how often each rule was applied, and "moved".  Raises Fault, and NotTraced where stock alone raises.
     """
     applied: list[Counter[str]] = []
 
@@ -62,34 +64,53 @@ def check_program(program: Program) -> Counter[str]:
     return check_code(program.function, program.make_inputs, n=program.n, in_place_writes=program.in_place_writes)
 
 
-def check_together(programs: Sequence[Program], *, first_only: bool = False) -> tuple[Counter[str], dict[int, Fault]]:
-    """Check many programs with the same settings in one compilation: what was applied, and the faults of programs by
-    their place.  A program that differs there is compiled alone; where all of them cannot be compiled as one, half of
-    them are.  first_only: one fault is enough.
-    """
-    if len(programs) == 1:
+@dataclass
+class Together:
+    """What came of many programs: how often each rule was applied, and by their places the faults, and why a program
+    could not be compared."""
+
+    applied: Counter[str] = field(default_factory=Counter)
+    faults: dict[int, Fault] = field(default_factory=dict)
+    not_traced: dict[int, NotTraced] = field(default_factory=dict)
+
+    def check_alone(self, at: int, program: Program) -> Counter[str]:
+        """`check_program` of the program at a place, which keeps what it raises."""
         try:
-            return check_program(programs[0]), {}
+            return check_program(program)
         except Fault as fault:
-            return Counter(), {0: fault}
+            self.faults[at] = fault
+        except NotTraced as error:
+            self.not_traced[at] = error
+        return Counter()
+
+    def add(self, other: Together, first: int) -> None:
+        """Add what came of others, the first of which is at this place."""
+        self.applied += other.applied
+        self.faults |= {at + first: fault for at, fault in other.faults.items()}
+        self.not_traced |= {at + first: error for at, error in other.not_traced.items()}
+
+
+def check_together(programs: Sequence[Program], *, first_only: bool = False) -> Together:
+    """Check many programs with the same settings in one compilation.  A program that differs there is compiled alone;
+    where all of them cannot be compiled as one, half of them are.  first_only: one fault is enough.
+    """
+    found = Together()
+    if len(programs) == 1:
+        found.applied = found.check_alone(0, programs[0])
+        return found
     try:
-        applied, suspects = _suspects(programs)
+        found.applied, suspects = _suspects(programs)
     except Exception:
         half = len(programs) // 2
-        applied, found = check_together(programs[:half], first_only=first_only)
-        if not (found and first_only):
-            more, others = check_together(programs[half:], first_only=first_only)
-            applied, found = applied + more, found | {at + half: fault for at, fault in others.items()}
-        return applied, found
-    found = {}
+        for first, some in ((0, programs[:half]), (half, programs[half:])):
+            if not (found.faults and first_only):
+                found.add(check_together(some, first_only=first_only), first)
+        return found
     for at in suspects:
-        try:
-            check_program(programs[at])
-        except Fault as fault:
-            found[at] = fault
-            if first_only:
-                break
-    return applied, found
+        found.check_alone(at, programs[at])
+        if found.faults and first_only:
+            break
+    return found
 
 
 def _suspects(programs: Sequence[Program]) -> tuple[Counter[str], list[int]]:
@@ -135,7 +156,10 @@ class _Comparison:
         self._function, self._make_inputs, self._seeds = function, make_inputs, seeds
         self._ideal: dict[int, _Run] = {}
         report = Report()
-        self.stock, stock_code = self._compiled(PassConfig(level=Level.O0), Report())
+        try:
+            self.stock, stock_code = self._compiled(PassConfig(level=Level.O0), Report())
+        except Exception as error:
+            raise NotTraced(f"stock: {type(error).__name__}: {error}") from error
         try:
             config = PassConfig(profitability=Profitability.IGNORE, in_place_writes=in_place_writes)
             self.fused, fused_code = self._compiled(config, report)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fusion_passes.testing.fuzz import campaign, code
 from fusion_passes.testing.fuzz.grammar import pure_programs, writing_programs
-from fusion_passes.testing.fuzz.graphs import NotTraced, Traced
+from fusion_passes.testing.fuzz.graphs import Traced
 from fusion_passes.testing.fuzz.mutants import Mutant
-from fusion_passes.testing.fuzz.oracle import Fault
+from fusion_passes.testing.fuzz.oracle import Fault, NotTraced
 from fusion_passes.testing.fuzz.program import Program
 
 COMPILED = 480
@@ -44,7 +44,7 @@ class Drawn:
         for first in range(0, len(programs), campaign.TOGETHER):
             some = programs[first : first + campaign.TOGETHER]
             with mutant.planted():
-                _, found = code.check_together(some, first_only=True)
+                found = code.check_together(some, first_only=True).faults
             if found:
                 at = min(found)
                 code.check_program(some[at])

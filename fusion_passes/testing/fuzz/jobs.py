@@ -90,14 +90,14 @@ def run(
         fusing=outcome.fusing,
         applied=dict(outcome.applied),
         features=dict(outcome.features),
-        not_traced=sum(outcome.not_traced.values()),
+        not_traced=dict(outcome.not_traced),
         findings=findings,
     )
 
 
 def record(job: int, **known: Any) -> dict[str, Any]:
     """A job's line in the journal; what is not known is nothing."""
-    nothing = {"programs": 0, "seconds": 0.0, "fusing": 0, "applied": {}, "features": {}, "not_traced": 0}
+    nothing = {"programs": 0, "seconds": 0.0, "fusing": 0, "applied": {}, "features": {}, "not_traced": {}}
     return {"job": job, "fingerprint": fingerprint(), **nothing, "findings": [], **known}
 
 

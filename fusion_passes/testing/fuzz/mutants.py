@@ -159,20 +159,20 @@ def _through_flips(stack: ExitStack) -> None:
 
 
 def _other_layout(stack: ExitStack) -> None:
-    right = _old("fusions.attention_quant:best_layout")
+    right = _old("fusions.dense_attention_quant:best_layout")
     other = {"bshd": "bhsd", "bhsd": "bshd"}
-    _set(stack, "fusions.attention_quant:best_layout", lambda *args: other[right(*args)])
+    _set(stack, "fusions.dense_attention_quant:best_layout", lambda *args: other[right(*args)])
     _set(stack, "graph.rewrite:same_layout", lambda a, b: True)
 
 
 def _first_output_only(stack: ExitStack) -> None:
-    right = _old("compiler.manager:replacements")
+    right = _old("compiler.fuse:replacements")
 
     def wrong(m: Any, results: Any) -> Any:
         pairs = right(m, results)
         return {m.output: pairs[m.output]}
 
-    _set(stack, "compiler.manager:replacements", wrong)
+    _set(stack, "compiler.fuse:replacements", wrong)
 
 
 def _negation_ignored(stack: ExitStack) -> None:
@@ -189,7 +189,7 @@ def _with_guards(condition: Any) -> bool:
 
 
 def _without_permutes(stack: ExitStack) -> None:
-    right = _old("fusions.attention_quant:replay")
+    right = _old("fusions.dense_attention_quant:replay")
 
     def wrong(views: Any, node: Node, call: Any) -> Node:
         views = list(views)
@@ -198,7 +198,7 @@ def _without_permutes(stack: ExitStack) -> None:
             views.remove(transposed[0])
         return right(views, node, call)
 
-    _set(stack, "fusions.attention_quant:replay", wrong)
+    _set(stack, "fusions.dense_attention_quant:replay", wrong)
     _set(stack, "graph.rewrite:same_layout", lambda a, b: True)
 
 

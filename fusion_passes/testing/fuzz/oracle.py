@@ -43,6 +43,10 @@ class TooFar(Fault):
     """The values are further from the ideal ones than they may be: of these inputs, perhaps by chance."""
 
 
+class NotTraced(Exception):
+    """Stock makes no graph or no code of the program, so that there is nothing to compare with."""
+
+
 @dataclass(frozen=True)
 class Near:
     """A result that need not be equal bit for bit, three times: stock's, the fused one, the ideal one."""
