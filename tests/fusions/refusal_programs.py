@@ -56,7 +56,7 @@ TAKEN = {
     "write": (KVCacheWriteArguments, {**NEW, **CACHES, **SLOTS}),
     "paged": (PagedAttentionArguments, BATCH),
     "groups": (PagedAttentionGroupQuantArguments, BATCH | {"dtype": E4M3, "group_size": 32}),
-    "quantise": (QuantizeArguments, {"x": empty(2, 8), "scale": scale()}),
+    "quantize": (QuantizeArguments, {"x": empty(2, 8), "scale": scale()}),
     "norm": (RMSNormQuantArguments, {"x": empty(2, 8), "weight": empty(8), "scale": scale(), "eps": 1e-5}),
     "group norm": (RMSNormGroupQuantArguments, {"x": empty(2, 8), "eps": 1e-5, "group_size": 4}),
     "rope": (RopeQuantKVWriteArguments,
@@ -152,7 +152,7 @@ ATTENTION: tuple[Shown, ...] = (
      lambda: refused("attention", attn_mask=empty(7, 8))),
     ("output_scale must be float32, got torch.float64: convert it with .float()",
      lambda: refused("attention", output_scale=scale().double())),
-    ("output_scale must hold one element (per-tensor quantisation), got shape [2]",
+    ("output_scale must hold one element (per-tensor quantization), got shape [2]",
      lambda: refused("attention", output_scale=torch.ones(2))),
     ("output_scale is on meta, query on cpu: move it there once, for instance by making it a buffer of the module",
      lambda: refused("attention", output_scale=scale(META))),
@@ -171,7 +171,7 @@ WRITE: tuple[Shown, ...] = (
      lambda: refused("write", **FP8_CACHES, k_scale=scale(META))),
     ("k_scale must be float32, got torch.float64: convert it with .float()",
      lambda: refused("write", **FP8_CACHES, k_scale=scale().double())),
-    ("v_scale must hold one element (per-tensor quantisation), got [2]",
+    ("v_scale must hold one element (per-tensor quantization), got [2]",
      lambda: refused("write", **FP8_CACHES, v_scale=torch.ones(2))),
     ("slot_mapping names slot 64, the cache has 64: that is on page 4 of a cache with 4. If the slots were made from a "
      "block table, it names that page", lambda: refused("write", slot_mapping=ints(0, 1, 64))),
@@ -182,7 +182,7 @@ WRITE: tuple[Shown, ...] = (
     ("slot_mapping must be int32 or int64, got torch.float32", lambda: refused("write", slot_mapping=torch.ones(3))),
     ("slot_mapping must have an entry for each token, got [2] for keys [3, 2, 64] and values [3, 2, 64]",
      lambda: refused("write", slot_mapping=ints(0, 1))),
-    ("k_scale and v_scale quantise torch.bfloat16 keys for an FP8 cache; this cache is torch.bfloat16: leave them out",
+    ("k_scale and v_scale quantize torch.bfloat16 keys for an FP8 cache; this cache is torch.bfloat16: leave them out",
      lambda: refused("write", k_scale=scale())),
     ("a cache of torch.float32 does not take keys of torch.bfloat16",
      lambda: refused("write", key_cache=cache(F32), value_cache=cache(F32))),
@@ -213,7 +213,7 @@ PAGED: tuple[Shown, ...] = (
      lambda: refused("paged", query=empty(3, 4, 64, dtype=F32))),
     ("k_scale, v_scale and prob_scale belong to an FP8 cache, this one is torch.bfloat16",
      lambda: refused("paged", prob_scale=scale())),
-    ("q_scale with a query that is not FP8 asks to quantise it like the cache, which is not FP8",
+    ("q_scale with a query that is not FP8 asks to quantize it like the cache, which is not FP8",
      lambda: refused("paged", q_scale=scale())),
     ("window counts the keys that a query sees, its own among them: 1 or more, got 0",
      lambda: refused("paged", window=0)),
@@ -254,16 +254,16 @@ ROPE: tuple[Shown, ...] = (
     ("positions must be [3], one for each token, got [2]", lambda: refused("rope", positions=ints(0, 1))),
     ("the query leaves as FP8, bfloat16, float16 or float32, not as torch.int8",
      lambda: refused("rope", dtype=torch.int8)),
-    ("q_scale quantises the query, but it leaves as torch.bfloat16: leave the scale out",
+    ("q_scale quantizes the query, but it leaves as torch.bfloat16: leave the scale out",
      lambda: refused("rope", q_scale=scale())),
     ("positions are from 0 to 9, cos and sin have 8 rows", lambda: refused("rope", positions=ints(0, 1, 9))),
 )  # fmt: skip
-QUANTISE: tuple[Shown, ...] = (
-    ("dtype must be one of …, got torch.int8", lambda: refused("quantise", dtype=torch.int8)),
+QUANTIZE: tuple[Shown, ...] = (
+    ("dtype must be one of …, got torch.int8", lambda: refused("quantize", dtype=torch.int8)),
     ("scale must be one float32 element, got torch.float32 of shape [2]",
-     lambda: refused("quantise", scale=torch.ones(2))),
+     lambda: refused("quantize", scale=torch.ones(2))),
     ("scale is on meta, x on cpu: make the scale a buffer of the module",
-     lambda: refused("quantise", scale=scale(META))),
+     lambda: refused("quantize", scale=scale(META))),
     ("the kernel has no float64 to float8_e4m3fn", lambda: str(why_no_kernel(empty(2, 8, dtype=F64), E4M3))),
     ("x must be bfloat16, float16 or float32, got torch.int8",
      lambda: refused("norm", x=empty(2, 8, dtype=torch.int8))),
@@ -275,4 +275,4 @@ QUANTISE: tuple[Shown, ...] = (
     ("the kernel has rows of up to 32768, not of 32769", lambda: norm_kernel(32769)),
     ("group_size must divide the 8 elements of a row, got 3", lambda: refused("group norm", group_size=3)),
 )  # fmt: skip
-REFUSED: tuple[Shown, ...] = ATTENTION + WRITE + PAGED + ROPE + QUANTISE
+REFUSED: tuple[Shown, ...] = ATTENTION + WRITE + PAGED + ROPE + QUANTIZE

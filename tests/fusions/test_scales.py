@@ -137,14 +137,14 @@ def test_a_live_scale_with_an_infinite_reciprocal(scale, same):
     """What `docs/fusions.md` says of it: dividing gives the codes, multiplying NaN and the largest; the fused op, which
     may do either, divides on the CPU."""
 
-    def quantised(by):
+    def quantized(by):
         def fn(q, k, v, s):
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v).float()
             return by(out, s).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
 
         return fn
 
-    divide, multiply = quantised(lambda x, s: x / s), quantised(lambda x, s: x * (1 / s))
+    divide, multiply = quantized(lambda x, s: x / s), quantized(lambda x, s: x * (1 / s))
     q, k = torch.randn(2, 1, 4, 8, 16).bfloat16()
     v = torch.zeros(1, 4, 8, 16).bfloat16()
     v[..., 8:] = 20 * scale if scale < 1.0 else scale / 16  # their sum must not overflow
