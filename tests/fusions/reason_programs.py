@@ -260,6 +260,18 @@ def cut(q, k, v, m):
     return softmax(product.view(*q.shape[:3], -1) * 0.25 + m, v)
 
 
+def rounded_twice(x, s):
+    """The half-precision quotient is returned too, or some versions of torch leave it out."""
+    quotient = (x / s).half()
+    return quotient.clamp(-448, 448).bfloat16().to(E4M3), quotient
+
+
+def bounded_in_half(x):
+    """As in `rounded_twice`."""
+    magnitudes = x.abs().amax(-1, keepdim=True).clamp(min=1e-10)
+    return saturate(x / (magnitudes.float() / 448.0)), magnitudes
+
+
 def with_argument(of, limit):
     """What is told of an op that quantizes and has an argument that the table does not name."""
     with mock.patch.dict(OPAQUE, {"fusion_passes_reasons::saturate": OpaqueOp("x", "scale")}):
@@ -376,7 +388,7 @@ DENSE: tuple[Shown, ...] = (
     ("scaled twice: mul scales the tensor before the quantization does",
      lambda: cpu(lambda x, s: saturate(x * 2.0 / s), torch.randn(4), torch.tensor(0.1))),
     ("the quotient is rounded to float16 and to bfloat16",
-     lambda: cpu(lambda x, s: (x / s).half().clamp(-448, 448).bfloat16().to(E4M3), torch.randn(4), torch.tensor(0.1))),
+     lambda: cpu(rounded_twice, torch.randn(4), torch.tensor(0.1))),
     ("attention with dropout_p=0.5",
      lambda: dense(attend=lambda q, k, v: aten._scaled_dot_product_efficient_attention(
          q, k, v, None, False, 0.5, False)[0], on=cuda, operands=qkv(head_dim=64))),
@@ -458,8 +470,7 @@ DENSE: tuple[Shown, ...] = (
      lambda: cpu(lambda x, s: quantize_fp8(x, s, E4M3), torch.arange(4), torch.tensor(0.1))),
     ("the lower bound of the magnitudes, 1e-10, is less than the smallest normal number of float16, 6.10352e-05, "
      "which they are in: clamp them in float32",
-     lambda: cpu(lambda x: saturate(x / (x.abs().amax(-1, keepdim=True).clamp(min=1e-10).float() / 448.0)),
-                 torch.randn(4, 32).half())),
+     lambda: cpu(bounded_in_half, torch.randn(4, 32).half())),
     ("could not be read: broken on purpose", lambda: next(read_all(captured(), "attention", broken)).reason),
     ("the portable attention kernel needs Triton 9.0 or later, found 3.6",
      lambda: str(dataclasses.replace(KERNELS[1], triton=((9, 0), None)).unsupported(
@@ -1081,7 +1092,8 @@ NORM: tuple[Shown, ...] = (
      lambda: norm(lambda y: norm_groups(y.view(4, 3, 32).transpose(0, 1)))),
     ("the mean of the squares is bfloat16: cast x to float32 before it is squared",
      lambda: norm(saturate, lambda x: x * x.square().mean(-1, keepdim=True).rsqrt())),
-    ("the fused op has no faster kernel on the CPU", lambda: norm(saturate, config=MEASURED)),
+    ("the fused op has no faster kernel on the CPU",
+     lambda: norm(lambda y: saturate(y.float() / 0.5), config=MEASURED)),
     ("RMSNorm of rows of 96 with FP8 output, scales per group of 32, that plain torch quantizes, was not measured on "
      "a card of compute capability 9.0", lambda: norm(norm_groups, on=cuda, config=MEASURED)),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,9 @@ FILES = sorted(
         *(PACKAGE / "ops" / name for name in ("attention_quant.py", "kernel.py", "kv_cache_write.py")),
     ]
 )
-"""Where reasons come from.  `ops.paged_attention` says why it gathers, which is no reason of a rule."""
+"""Where reasons come from."""
+OPS = sorted(path for path in (PACKAGE / "ops").glob("*.py") if path.name != "declare.py")
+"""Where an op says why it refuses a call, or its kernel does not take it; `declare` raises on import only."""
 ARGUMENT = {"require": 1, "DeclinedError": 0, "Unread": 1, "fail": 0, "NearMiss": 2, "Verdict": 1}
 """Calls that take a reason, and at which place."""
 VARIABLES = frozenset({"reason", "goes", "why"})
@@ -40,9 +42,18 @@ class Sentence:
 
 def sentences() -> list[Sentence]:
     """In the order of files and lines."""
+    return _found(FILES, _reasons)
+
+
+def refusals() -> list[Sentence]:
+    """What the ops raise, and say of their kernels."""
+    return _found(OPS, lambda tree: (*_raised(tree), *_returned(tree)))
+
+
+def _found(files: list[Path], say: Callable[[ast.AST], Iterable[tuple[int, ast.expr, bool]]]) -> list[Sentence]:
     found = []
-    for path in FILES:
-        for line, expression, part in _reasons(ast.parse(path.read_text())):
+    for path in files:
+        for line, expression, part in say(ast.parse(path.read_text())):
             for text, pattern in _patterns(expression):
                 if " " in text and re.search(r"[a-z]{4}", text):  # others are put together from sentences
                     found.append(Sentence(f"{path.relative_to(PACKAGE)}:{line}", text, pattern, part))
@@ -57,7 +68,18 @@ def _reasons(tree: ast.AST) -> Iterator[tuple[int, ast.expr, bool]]:
                 yield node.lineno, node.args[ARGUMENT[name]], False
         elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in VARIABLES:
             yield node.lineno, node.value, False
-        elif isinstance(node, ast.FunctionDef) and node.name not in ("__str__", "describe", "_shape"):
+    yield from _returned(tree)
+
+
+def _raised(tree: ast.AST) -> Iterator[tuple[int, ast.expr, bool]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            yield node.lineno, node.exc.args[0], False
+
+
+def _returned(tree: ast.AST) -> Iterator[tuple[int, ast.expr, bool]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name not in ("__str__", "describe", "_shape"):
             returns = ast.unparse(node.returns) if node.returns is not None else ""
             if returns in ("str", "str | None"):
                 for inner in ast.walk(node):

@@ -17,7 +17,8 @@ from tests.fusions.reason_programs import (
     shared_position,
     step,
 )
-from tests.fusions.reason_sentences import sentences
+from tests.fusions.reason_sentences import refusals, sentences
+from tests.fusions.refusal_programs import REFUSED, TAKEN, call
 
 
 @pytest.mark.parametrize(("sentence", "program"), [pytest.param(*shown, id=shown[0][:60]) for shown in SHOWN])
@@ -68,3 +69,19 @@ def test_an_op_whose_formula_is_known_is_not_called_unknown(hopper):
     known = [program for sentence, program in QUERY if sentence.startswith(("the op ", "the scale is on"))]
     assert len(known) >= 3
     assert not any(unknown in program() for program in known)
+
+
+@pytest.mark.parametrize(("sentence", "program"), [pytest.param(*shown, id=shown[0][:60]) for shown in REFUSED])
+def test_the_call_is_refused_for_this_reason(sentence, program):
+    assert re.fullmatch(re.escape(sentence).replace("…", ".+"), program())
+
+
+@pytest.mark.parametrize("op", TAKEN)
+def test_the_calls_are_taken_but_for_what_is_changed(op):
+    call(op)
+
+
+def test_every_refusal_of_an_op_has_a_call():
+    """Limits of kernels that a report names too are shown by their programs there."""
+    shown = [sentence for sentence, _ in (*REFUSED, *SHOWN)]
+    assert [s for s in refusals() if not any(s.is_shown_by(sentence) for sentence in shown)] == []

@@ -129,3 +129,33 @@ def test_frozen_weights_leave_the_scale_alone(rule, case):
     compiled = fusion_passes.compile(layer, FUSE, report=report, options={"freezing": True})
     check(compiled(*tensors), layer(*tensors), case.reference(*tensors, *layer.scales))
     assert report.count(rule=rule) == 1
+
+
+@pytest.mark.parametrize(("scale", "same"), [(1.2e-38, True), (1.0, True), (8.5e37, True), (1e-39, False)])
+@torch.no_grad()
+def test_a_live_scale_with_an_infinite_reciprocal(scale, same):
+    """What `docs/fusions.md` says of it: dividing gives the codes, multiplying NaN and the largest; the fused op, which
+    may do either, divides on the CPU."""
+
+    def quantized(by):
+        def fn(q, k, v, s):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v).float()
+            return by(out, s).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+        return fn
+
+    divide, multiply = quantized(lambda x, s: x / s), quantized(lambda x, s: x * (1 / s))
+    q, k = torch.randn(2, 1, 4, 8, 16).bfloat16()
+    v = torch.zeros(1, 4, 8, 16).bfloat16()
+    v[..., 8:] = 20 * scale if scale < 1.0 else scale / 16  # their sum must not overflow
+    inputs = q, k, v, torch.tensor(scale)
+    fused = WithoutCode(multiply)
+    codes, stock, ours = (fn(*inputs).float() for fn in (divide, multiply, fused))
+    assert fused.fused == 1
+    assert ((codes[..., :8] == 0) & (codes[..., 8:] > 0) & (codes[..., 8:] < 30)).all()
+    torch.testing.assert_close(ours, codes, rtol=0.07, atol=0.0)
+    if same:
+        torch.testing.assert_close(stock, codes, rtol=0.07, atol=0.0)
+    else:
+        assert stock[..., :8].isnan().all()
+        assert (stock[..., 8:] == 448.0).all()
