@@ -24,7 +24,6 @@ from fusion_passes.graph.read import (
     is_high_precision,
     is_tensor,
     same_shape,
-    through_views,
     value,
 )
 from fusion_passes.graph.steps import (
@@ -305,7 +304,7 @@ def _check_scale(node: Node, scale: Node, x: Node) -> None:
 
 def _is_made_of(scale: object, x: object) -> bool:
     """True where a scale is computed in the graph from the tensor itself."""
-    return isinstance(scale, Node) and isinstance(x, Node) and depends_on(scale, through_views(x)[0])
+    return isinstance(scale, Node) and isinstance(x, Node) and depends_on(scale, top(up(x, Cast, View), x))
 
 
 def _opaque(call: OpCall, op: OpaqueOp) -> Quantize | None:
