@@ -109,7 +109,8 @@ def test_caches_are_written_in_place_with_the_passes():
     model.compile_layers(lambda f: torch.compile(f, options=options, fullgraph=True), ends=lambda f: f)
     with torch.no_grad():
         _, (code, *_) = run_and_get_code(model, torch.tensor([3, 5]), torch.tensor([19, 30]), metadata)
-    assert [site.rule for site in report.sites if site.status == "fused"] == ["rope_quant_kv_write", "attention_quant"]
+    fused = [site.rule for site in report.sites if site.status == "fused"]
+    assert fused == ["rope_quant_kv_write", "attention_quant", "rms_norm_quant", "rms_norm_quant"]
     cache = model.attention_layers[0].kv_cache.key
     allocated = [line for line in code.splitlines() if "empty_strided" in line and "import" not in line]
     assert allocated
