@@ -303,3 +303,17 @@ def test_importing_the_package_does_not_import_hypothesis():
 
 def test_integers_are_drawn_by_hypothesis():
     assert isinstance(fuzz.programs(), st.SearchStrategy)
+
+
+def test_an_attention_by_hand_of_one_head_counts_once():
+    """Inductor makes products of two matrices of its batches of one."""
+
+    def program(q, k, v, scale):
+        p = torch.softmax(q @ k.transpose(-1, -2) * 0.125, -1)
+        return (((p @ v).transpose(1, 2) / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn),)
+
+    def inputs(n=8, seed=0):
+        torch.manual_seed(seed)
+        return (*(torch.randn(1, 1, n, 64, dtype=torch.bfloat16) for _ in range(3)), torch.tensor(0.02))
+
+    assert fuzz.check_graph(program, inputs, backend="math")["attention_quant"] == 1

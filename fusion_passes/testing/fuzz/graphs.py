@@ -188,7 +188,7 @@ def _check_nodes(stock: Graph, fused: Graph, report: Report) -> None:
             raise Fault("another form", f"result {before}: {_form(x)}, fused {after}: {_form(y)}")
 
 
-COSTS = {"bmm": 0.5, "attention_quant": 1.0, "kv_cache_write": 1.0, "rope_quant_kv_write": 1.0}
+COSTS = {"bmm": 0.5, "mm": 0.5, "attention_quant": 1.0, "kv_cache_write": 1.0, "rope_quant_kv_write": 1.0}
 
 
 def _cost(graph: Graph) -> float:
