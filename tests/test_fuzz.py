@@ -1,5 +1,6 @@
 """The fuzzer: a thousand programs of it, and bugs planted that it must find."""
 
+import math
 import re
 import subprocess
 import sys
@@ -9,11 +10,11 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from fusion_passes import idioms
+from fusion_passes import idioms, ops
 from fusion_passes.fusions.rule import Level
 from fusion_passes.idioms import attention_mask
 from fusion_passes.testing import fuzz
-from fusion_passes.testing.fuzz import campaign, code, hunt, ideal, mutants, oracle
+from fusion_passes.testing.fuzz import campaign, code, graphs, hunt, ideal, mutants, oracle
 from fusion_passes.testing.fuzz.program import Program
 
 SEED = 20_261_130
@@ -305,15 +306,20 @@ def test_integers_are_drawn_by_hypothesis():
     assert isinstance(fuzz.programs(), st.SearchStrategy)
 
 
-def test_an_attention_by_hand_of_one_head_counts_once():
+def test_an_attention_by_hand_of_one_head_counts_once(monkeypatch):
     """Inductor makes products of two matrices of its batches of one."""
 
     def program(q, k, v, scale):
-        p = torch.softmax(q @ k.transpose(-1, -2) * 0.125, -1)
-        return (((p @ v).transpose(1, 2) / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn),)
+        scores = q @ k.transpose(-1, -2) * 0.125
+        mask = torch.ones(5, 16, dtype=torch.bool, device=q.device).tril()
+        p = torch.softmax(scores.masked_fill(~mask, -math.inf), -1)
+        return (ops.quantize_fp8((p @ v).transpose(1, 2), scale),)
 
     def inputs(n=8, seed=0):
         torch.manual_seed(seed)
-        return (*(torch.randn(1, 1, n, 64, dtype=torch.bfloat16) for _ in range(3)), torch.tensor(0.02))
+        return (*(torch.randn(1, 1, m, 64, dtype=torch.bfloat16) for m in (5, 16, 16)), torch.tensor(0.02))
 
     assert fuzz.check_graph(program, inputs, backend="math")["attention_quant"] == 1
+    monkeypatch.delitem(graphs.COSTS, "mm")
+    with pytest.raises(fuzz.Fault, match="computed twice"):
+        fuzz.check_graph(program, inputs, backend="math")
