@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from fusion_passes.fusions.attention_match import StaticMatch
 from fusion_passes.fusions.rule import Rule
 from fusion_passes.fusions.static_quant import check_static
-from fusion_passes.graph.match import Call, Match
-from fusion_passes.graph.read import following_views, through_views, value
+from fusion_passes.graph.match import Call
+from fusion_passes.graph.read import through_views, value
 from fusion_passes.graph.symbolic import known
 from fusion_passes.graph.views import best_layout, replay
 from fusion_passes.idioms import Idioms
@@ -34,17 +35,10 @@ from fusion_passes.quant import dtype_name
 
 
 @dataclass(frozen=True, eq=False)
-class DenseMatch(Match):
-    """`views` lead from the attention's output to the match's output, through and behind the quantization."""
+class DenseMatch(StaticMatch):
+    """Of scaled dot product attention."""
 
     attention: Attention
-    quantize: Quantize
-    views: tuple[Node, ...]
-
-    @property
-    def site(self) -> Node:
-        """The attention: it tells the layers of a model apart."""
-        return self.attention.output
 
     @property
     def arguments(self) -> AttentionQuantArguments:
@@ -66,17 +60,8 @@ class DenseAttentionQuant(Rule[DenseMatch]):
         """Every static quantization whose input is the output of an `Attention`."""
         for quantize in idioms.of(Quantize):
             attention, before = _behind_attention(quantize.input, idioms)
-            if attention is None:
-                continue
-            behind = following_views(quantize.output)
-            yield DenseMatch(
-                output=behind[-1] if behind else quantize.output,
-                nodes=attention.nodes | quantize.nodes | {*before, *behind},
-                inputs=tuple(n for n in (*attention.inputs, quantize.scale) if n is not None),
-                attention=attention,
-                quantize=quantize,
-                views=(*before, *quantize.views, *behind),
-            )
+            if attention is not None:
+                yield DenseMatch.of(attention, before, quantize)
 
     def legality(self, m: DenseMatch) -> None:
         """The kernel must compute what the graph computes: see the sentences."""

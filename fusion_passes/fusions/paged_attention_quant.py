@@ -20,12 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from fusion_passes.fusions.attention_match import AttentionMatch, StaticMatch
 from fusion_passes.fusions.dynamic_quant import check_dynamic, lower_bound, scales_of
 from fusion_passes.fusions.rule import Rule
 from fusion_passes.fusions.static_quant import check_static
 from fusion_passes.graph.functional import call_by_name
-from fusion_passes.graph.match import Call, Match
-from fusion_passes.graph.read import aten, following_views, keeps_order, through_views, value
+from fusion_passes.graph.match import Call
+from fusion_passes.graph.read import aten, keeps_order, through_views, value
 from fusion_passes.graph.symbolic import known
 from fusion_passes.graph.views import replay
 from fusion_passes.idioms import Idioms
@@ -37,17 +38,10 @@ from fusion_passes.quant import FP8_DTYPES, dtype_name
 
 
 @dataclass(frozen=True, eq=False)
-class PagedMatch(Match):
-    """`views` lead from the attention's output to the match's output, through and behind the quantization."""
+class PagedMatch(StaticMatch):
+    """Of attention over a paged KV cache."""
 
     attention: PagedAttention
-    quantize: Quantize
-    views: tuple[Node, ...]
-
-    @property
-    def site(self) -> Node:
-        """The attention."""
-        return self.attention.output
 
 
 @dataclass(frozen=True)
@@ -62,17 +56,8 @@ class PagedAttentionQuant(Rule[PagedMatch]):
         for quantize in idioms.of(Quantize):
             source, before = through_views(quantize.input)
             attention = _attention(source, idioms)
-            if attention is None:
-                continue
-            behind = following_views(quantize.output)
-            yield PagedMatch(
-                output=behind[-1] if behind else quantize.output,
-                nodes=attention.nodes | quantize.nodes | {*before, *behind},
-                inputs=tuple(n for n in (*attention.inputs, quantize.scale) if n is not None),
-                attention=attention,
-                quantize=quantize,
-                views=(*before, *quantize.views, *behind),
-            )
+            if attention is not None:
+                yield PagedMatch.of(attention, before, quantize)
 
     def legality(self, m: PagedMatch) -> None:
         """The op divides its fp32 result by one fp32 scale and saturates."""
@@ -101,17 +86,12 @@ class PagedAttentionQuant(Rule[PagedMatch]):
 
 
 @dataclass(frozen=True, eq=False)
-class PagedGroupMatch(Match):
+class PagedGroupMatch(AttentionMatch):
     """`before`: the views between the attention and the quantization."""
 
     attention: PagedAttention
     quantize: GroupQuantize
     before: tuple[Node, ...]
-
-    @property
-    def site(self) -> Node:
-        """The attention."""
-        return self.attention.output
 
 
 @dataclass(frozen=True)
